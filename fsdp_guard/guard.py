@@ -1,0 +1,178 @@
+"""What to do about a look: report it, and stop the run if module and holders have diverged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from fsdp_guard.holders import Inventory, take_inventory
+from fsdp_guard.invariants import as_modules, as_optimizers, examine, named_roots
+from fsdp_guard.report import Event, HolderDivergenceError, NoHoldersError, Report
+from fsdp_guard.reporters import Reporter
+from fsdp_guard.reporters.log import LogReporter
+from fsdp_guard.reporters.wandb import WandbReporter
+from fsdp_guard.watch import Watch
+
+OnDivergence = Literal["raise", "warn"] | Callable[[Report], object]
+
+_logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Compares the parameters that a module shows with those that its sharding runtime holds.
+
+    The outcome of every look goes to the log, and to the reporters.
+
+    Args:
+        reporters: Callables that take a report, for example ``WandbReporter()`` or a function of your own. Default: a
+            ``WandbReporter()``, which does nothing while there is no active W&B run.
+        on_divergence: What to do when a divergence was reported: ``"raise"`` a ``HolderDivergenceError``, ``"warn"``
+            (the log and the reporters have it already) and go on, or a callable that takes the report.
+        require_holders: Raise ``NoHoldersError`` when no known runtime manages the model, instead of saying so once
+            at warning level.
+
+    Raises:
+        TypeError: A reporter is not callable.
+        ValueError: ``on_divergence`` is none of the above.
+
+    Example::
+
+        >>> guard = fsdp_guard.Guard()
+        >>> guard.watch(model, optimizers=optimizer)  # after fully_shard() and after building the optimizer
+        >>> model.load_state_dict(checkpoint)  # raises here if the load went past the runtime
+    """
+
+    def __init__(
+        self,
+        *,
+        reporters: Sequence[Reporter] | None = None,
+        on_divergence: OnDivergence = "raise",
+        require_holders: bool = False,
+    ) -> None:
+        if on_divergence not in ("raise", "warn") and not callable(on_divergence):
+            raise ValueError(f'on_divergence must be "raise", "warn" or a callable, got {on_divergence!r}.')
+        chosen = (WandbReporter(),) if reporters is None else tuple(reporters)
+        for reporter in chosen:
+            if not callable(reporter):
+                raise TypeError(f"a reporter must be a callable that takes a report, got {type(reporter).__name__}.")
+        self._reporters: tuple[Reporter, ...] = (LogReporter(), *chosen)
+        self._on_divergence = on_divergence
+        self._require_holders = require_holders
+        self._said_nothing_found = False
+        self._watch: Watch | None = None
+
+    def check(
+        self, model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, event: Event | str = Event.CALL
+    ) -> Report:
+        """Look now, report, and raise if something has diverged.
+
+        Call it where parameters are all sharded or all unsharded: before or after a forward or a step, not from
+        another thread during one. It costs host time only: no kernel, no copy, no synchronisation.
+
+        Args:
+            model: The model, or a sequence of model chunks.
+            optimizers: All optimizers of the model: one, a sequence, or ``None`` to leave them out.
+            event: What the report gives as the reason, for example ``"save"`` right before a checkpoint is written.
+
+        Returns:
+            The report.
+
+        Raises:
+            HolderDivergenceError: Something has diverged, and ``on_divergence`` is ``"raise"``.
+            NoHoldersError: No known runtime manages the model, and ``require_holders`` is set.
+            UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
+            TypeError: ``model`` holds something that is no module, or ``optimizers`` something that is no optimizer.
+            ValueError: ``model`` is an empty sequence, or ``event`` is none of ``Event``.
+        """
+        roots = named_roots(as_modules(model))
+        return self._look(lambda: take_inventory(roots), as_optimizers(optimizers), Event(event))
+
+    def watch(self, model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> Guard:
+        """From now on, look after each load, before the first forward and before the first optimizer step.
+
+        Call it after the model was sharded. A later load, of the model or of any module in it, makes the next forward
+        and the next step first ones again. Between those, nothing of the guard is left on the path of a step. Watching
+        keeps neither the model nor the optimizers alive.
+
+        Args:
+            model: The model, or a sequence of model chunks.
+            optimizers: All optimizers of the model: one, a sequence, or ``None`` to leave them out.
+
+        Returns:
+            This guard, so that ``with guard.watch(model, optimizers):`` ends the watch.
+
+        Raises:
+            RuntimeError: This guard watches a model already.
+            NoHoldersError: No known runtime manages the model, and ``require_holders`` is set.
+            UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
+            TypeError: ``model`` holds something that is no module, or ``optimizers`` something that is no optimizer.
+            ValueError: ``model`` is an empty sequence.
+        """
+        if self._watch is not None and self._watch.alive:
+            raise RuntimeError(
+                "this guard watches a model already. Call guard.unwatch() first, hand all chunks of one model over in "
+                "one call, or use a second Guard for a second model."
+            )
+        modules = as_modules(model)
+        watch = Watch(modules, as_optimizers(optimizers), self._look)
+        if not watch.found_holders:
+            try:
+                self._say_nothing_found(Report())
+            except NoHoldersError:
+                watch.remove()
+                raise
+        self._watch = watch
+        return self
+
+    def unwatch(self) -> None:
+        """Take every hook away. Does nothing if nothing is watched."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.unwatch()
+
+    def _look(self, take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event) -> Report:
+        report = examine(take, optimizers, event)
+        if not report.parameters_checked and not report.divergences:
+            # A load of a part that holds nothing sharded is no news; what watch() and check() were given is.
+            if event is not Event.LOAD:
+                self._say_nothing_found(report)
+            return report
+        for reporter in self._reporters:
+            _call(reporter, report)
+        if report.divergences:
+            self._act(report)
+        return report
+
+    def _act(self, report: Report) -> None:
+        if callable(self._on_divergence):
+            self._on_divergence(report)
+        elif self._on_divergence == "raise":
+            for reporter in self._reporters:
+                _call(getattr(reporter, "before_raise", None), report)
+            raise HolderDivergenceError(report)
+
+    def _say_nothing_found(self, report: Report) -> None:
+        if self._require_holders:
+            raise NoHoldersError(report)
+        if not self._said_nothing_found:
+            self._said_nothing_found = True
+            _logger.warning("%s", report)
+
+
+def _call(function: Callable[[Report], object] | None, report: Report) -> None:
+    """Call a reporter; one that fails must not hide what it was to report."""
+    if function is None:
+        return
+    try:
+        function(report)
+    except Exception:
+        _logger.exception("fsdp_guard: the reporter %r failed; the report itself: %s", function, report)

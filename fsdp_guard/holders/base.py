@@ -1,0 +1,152 @@
+"""What every runtime's reader gives: groups of holders, and the bindings that must show them.
+
+Vocabulary, used by all files beside this one:
+
+- A *runtime* shards the model. A *unit* is one module that it manages.
+- A *group* is a set of parameters of one unit that the runtime switches together.
+- A *holder* is the runtime's own reference to one parameter: two objects, *resting* (sharded) and *materialized*
+  (unsharded), and the buffers that their storage must lie in.
+- A *binding* is one place in the module tree (owning module, attribute name, FQN) and the holder it must show.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_guard.report import UnsupportedLayoutError
+
+
+class Group(ABC):
+    """One group of a unit, seen through its holders. Cheap to make; keeps the runtime's group alive while it lives.
+
+    Args:
+        raw: The runtime's own object for the group.
+    """
+
+    runtime: ClassVar[str]
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of holders."""
+
+    @abstractmethod
+    def names(self, position: int) -> tuple[str, ...]:
+        """Names of the holder's parameter relative to the unit; several when the parameter is tied."""
+
+    @abstractmethod
+    def resting(self, position: int) -> nn.Parameter:
+        """The sharded parameter, which is also the one that the optimizer must step."""
+
+    @abstractmethod
+    def materialized(self, position: int) -> nn.Parameter:
+        """The unsharded parameter, which the module shows while it computes."""
+
+    @abstractmethod
+    def resting_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat tensors in which the resting parameters' local shards may lie."""
+
+    @abstractmethod
+    def materialized_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat tensors in which the materialized parameters may lie."""
+
+
+class Runtime(ABC):
+    """Knows one sharding runtime: which modules are its units, and how to read their groups."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def manages(self, module: nn.Module) -> bool:
+        """Whether ``module`` itself is a unit of this runtime; false for a wrapper around one."""
+
+    @abstractmethod
+    def groups(self, unit: nn.Module) -> Sequence[Group]:
+        """Return the groups of ``unit``.
+
+        Raises:
+            UnsupportedLayoutError: This version of the runtime keeps its holders in an unknown way.
+        """
+
+
+class Binding(NamedTuple):
+    """One place that must show one holder, and what it shows now.
+
+    ``position`` is the holder's number in its group. ``shown`` is ``None`` when the name leads nowhere; ``owner`` is
+    then ``None`` too if the module is gone.
+    """
+
+    fqn: str
+    owner: nn.Module | None
+    attribute: str
+    position: int
+    shown: nn.Parameter | None
+    resting: nn.Parameter
+    materialized: nn.Parameter
+
+
+def shown_parameter(owner: nn.Module | None, attribute: str) -> nn.Parameter | None:
+    """Return the parameter that ``owner`` shows under ``attribute``, or ``None``."""
+    # torch.nn.Module._parameters (all versions): attribute access would fall through to what a wrapper wraps, while
+    # runtimes read and write this dict.
+    return None if owner is None else owner._parameters.get(attribute)
+
+
+def direct_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that ``module`` itself shows, without those of its children."""
+    # torch.nn.Module._parameters (all versions): wrappers override named_parameters() to rename what is below them.
+    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tensor of ``parameter``, without entering autograd."""
+    # torch.distributed.tensor.DTensor._local_tensor (torch 2.5 to 2.13): to_local() would make an autograd view.
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def address_range(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of ``buffer``'s elements and the one after the last, in bytes."""
+    start = buffer.data_ptr()
+    return start, start + buffer.numel() * buffer.element_size()
+
+
+def require(owner: object, attribute: str, *packages: str) -> Any:
+    """Return ``owner.attribute``, or say clearly that this layout is not one that fsdp_guard reads.
+
+    Args:
+        owner: An object of the runtime.
+        attribute: The attribute to read.
+        packages: Distributions that the runtime may have come from, for the version in the message.
+
+    Raises:
+        UnsupportedLayoutError: There is no such attribute.
+    """
+    try:
+        return getattr(owner, attribute)
+    except AttributeError:
+        raise unsupported(owner, attribute, *packages) from None
+
+
+def unsupported(owner: object, attribute: str, *packages: str) -> UnsupportedLayoutError:
+    """Return the error that says that ``owner`` lacks ``attribute``; see ``require``."""
+    cls = type(owner)
+    return UnsupportedLayoutError(f"{cls.__module__}.{cls.__qualname__}", _versions(packages), attribute)
+
+
+def _versions(packages: Sequence[str]) -> str:
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return " / ".join(found) or "an unknown version"

@@ -1,0 +1,124 @@
+"""Megatron-FSDP V2: ``megatron_fsdp.experimental.fully_shard``.
+
+Two layouts of a parameter group are in use, under two import paths (``megatron_fsdp.experimental`` and
+``megatron.core.distributed.fsdp.src.megatron_fsdp.experimental``), so both are recognised by what they carry:
+
+- *released*: megatron-fsdp 0.6.0 and 0.6.1, megatron-core 0.19. Parallel tuples, one entry a name; a tied parameter
+  has one entry for each of its names.
+- *main*: Megatron-LM since August 2026. One object a physical parameter, with all of its names.
+
+Upstream: ``megatron_fsdp/experimental/parameter_group.py`` and ``module.py`` of
+https://github.com/NVIDIA/Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_guard.holders.base import Group, Runtime, require, unsupported
+
+_PACKAGES = ("megatron-fsdp", "megatron-core")
+
+
+class MfsdpV2(Runtime):
+    """Reads the units of Megatron-FSDP V2: modules whose class ``fully_shard`` extended by ``FsdpModule``."""
+
+    name = "mfsdp_v2"
+
+    def manages(self, module: nn.Module) -> bool:
+        """Whether ``fully_shard`` was called on ``module`` itself."""
+        # By class and never by hasattr: wrappers such as OptimizedModule answer for the module that they wrap.
+        return any(_is_unit_class(cls) for cls in type(module).__mro__)
+
+    def groups(self, unit: nn.Module) -> Sequence[Group]:
+        """Return the groups of ``unit``, read in whichever layout they have."""
+        # FsdpModule.parameter_groups: a public property in both layouts.
+        return [_read_group(raw) for raw in require(unit, "parameter_groups", *_PACKAGES)]
+
+
+def _is_unit_class(cls: type) -> bool:
+    if cls.__module__.endswith("megatron_fsdp.experimental.module"):
+        return True
+    return cls.__name__ == "FsdpModule" and hasattr(cls, "parameter_groups")
+
+
+def _read_group(raw: Any) -> Group:
+    # FsdpParameterGroup: the first attribute exists in the main layout alone, the second in the released one alone.
+    if hasattr(raw, "fsdp_parameters"):
+        return _MainGroup(raw)
+    if hasattr(raw, "sharded_parameters"):
+        return _ReleasedGroup(raw)
+    raise unsupported(raw, "sharded_parameters", *_PACKAGES)
+
+
+class _MfsdpV2Group(Group):
+    runtime = MfsdpV2.name
+
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw)
+        # FsdpParameterGroup.main_weight (both layouts): the DBuffer that resting parameters are views of.
+        self._main = _flat(require(raw, "main_weight", *_PACKAGES))
+        # FsdpParameterGroup._unsharded_model_weight (both layouts): the all-gather's destination. The main layout
+        # shows model_weight itself where that is replicated already (ZeRO-1).
+        self._unsharded = _flat(require(raw, "_unsharded_model_weight", *_PACKAGES))
+        self._model = _flat(require(raw, "model_weight", *_PACKAGES))
+
+    def resting_buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self._main,)
+
+    def materialized_buffers(self) -> tuple[torch.Tensor, ...]:
+        return self._unsharded, self._model
+
+
+class _ReleasedGroup(_MfsdpV2Group):
+    # FsdpParameterGroup of megatron-fsdp 0.6.0 and 0.6.1: parameter_names, sharded_parameters, unsharded_parameters.
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw)
+        self._names: Sequence[str] = require(raw, "parameter_names", *_PACKAGES)
+        self._resting: Sequence[nn.Parameter] = require(raw, "sharded_parameters", *_PACKAGES)
+        self._materialized: Sequence[nn.Parameter] = require(raw, "unsharded_parameters", *_PACKAGES)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def names(self, position: int) -> tuple[str, ...]:
+        return (self._names[position],)
+
+    def resting(self, position: int) -> nn.Parameter:
+        return self._resting[position]
+
+    def materialized(self, position: int) -> nn.Parameter:
+        return self._materialized[position]
+
+
+class _MainGroup(_MfsdpV2Group):
+    # FsdpParameterGroup of Megatron-LM's main since August 2026: fsdp_parameters, a tuple of FsdpParameter, each with
+    # fqns, sharded and unsharded.
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw)
+        self._parameters: Sequence[Any] = raw.fsdp_parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def names(self, position: int) -> tuple[str, ...]:
+        names: tuple[str, ...] = require(self._parameters[position], "fqns", *_PACKAGES)
+        return names
+
+    def resting(self, position: int) -> nn.Parameter:
+        parameter: nn.Parameter = require(self._parameters[position], "sharded", *_PACKAGES)
+        return parameter
+
+    def materialized(self, position: int) -> nn.Parameter:
+        parameter: nn.Parameter = require(self._parameters[position], "unsharded", *_PACKAGES)
+        return parameter
+
+
+def _flat(dbuffer: Any) -> torch.Tensor:
+    # DBuffer.local_buffer (both layouts): a flat tensor, shape (local elements of the group,).
+    buffer: torch.Tensor = require(dbuffer, "local_buffer", *_PACKAGES)
+    return buffer

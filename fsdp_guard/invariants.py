@@ -1,0 +1,363 @@
+"""Compare what the module and the optimizers show with what the runtime holds. Knows no runtime by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fsdp_guard.holders import Binding, BoundGroup, Inventory, address_range, local_tensor, take_inventory
+from fsdp_guard.report import Divergence, DivergenceKind, Event, Report
+
+_REMEDIES = {
+    DivergenceKind.REPLACED_PARAMETER: (
+        "Load with load_state_dict(..., assign=False), the default, or load before the model is sharded; to change a "
+        "weight by hand, copy into it under torch.no_grad() instead of assigning a new Parameter."
+    ),
+    DivergenceKind.DETACHED_STORAGE: (
+        "Convert the model before it is sharded (or pass the dtypes to the runtime's mixed-precision policy), and do "
+        "not call .to(dtype), .half() or swap_tensors on it afterwards."
+    ),
+    DivergenceKind.MIXED_PHASE: (
+        "Do not catch exceptions of a forward and go on with the same model; leave unsharding to the runtime."
+    ),
+    DivergenceKind.BROKEN_TIE: (
+        "Untie the parameters before the model is sharded, or use a version of the runtime that tracks ties "
+        "(Megatron-FSDP V2 does since August 2026)."
+    ),
+    DivergenceKind.MISSING_PARAMETER: (
+        "Replace, prune, parametrize or wrap submodules before the model is sharded, not after."
+    ),
+    DivergenceKind.UNMANAGED_PARAMETER: "Add the parameter (LoRA, new head) before the model is sharded.",
+    DivergenceKind.OPTIMIZER_ORPHAN: (
+        "Build the optimizer from model.parameters() after the model was sharded and loaded."
+    ),
+    DivergenceKind.OPTIMIZER_MISSING: (
+        "Build the optimizer from model.parameters() after the model was sharded and hand all optimizers to the "
+        "guard; if the parameter is not meant to train, say so with requires_grad_(False)."
+    ),
+}
+
+
+def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> Report:
+    """Look once, and say what was found. Emits nothing, changes nothing, never raises for a divergence.
+
+    Args:
+        model: The model, or a sequence of model chunks. Its parameters may be sharded or, inside a forward, unsharded.
+        optimizers: One optimizer, a sequence of them, or ``None``. Anything with ``param_groups`` counts. Hand in all
+            optimizers of the model: a trainable parameter in none of them is a divergence.
+
+    Returns:
+        The report, with ``event`` set to ``call``.
+
+    Raises:
+        TypeError: ``model`` holds something that is no module, or ``optimizers`` something that is no optimizer.
+        ValueError: ``model`` is an empty sequence.
+        UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
+    """
+    roots = named_roots(as_modules(model))
+    return examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event.CALL)
+
+
+def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event) -> Report:
+    """Take an inventory, compare it, and time both.
+
+    Args:
+        take: Called once, gives the inventory.
+        optimizers: The optimizers to compare with it; none means that optimizers are not judged.
+        event: Why this look happens.
+    """
+    started = time.perf_counter()
+    inventory = take()
+    divergences = [d for bound in inventory.groups for d in _check_group(bound)]
+    if inventory.loose or inventory.outside or optimizers:
+        holders = _Holders(inventory)
+        divergences += _check_unbound(inventory, holders)
+        if optimizers and holders.bindings:
+            divergences += _check_optimizers(optimizers, inventory, holders)
+    return Report(
+        divergences=tuple(divergences),
+        parameters_checked=sum(len(bindings) for _, bindings in inventory.groups),
+        parameters_unclaimed=len(inventory.outside),
+        runtimes=inventory.runtimes,
+        event=event,
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def as_modules(model: Any) -> tuple[nn.Module, ...]:
+    """Return ``model`` as a tuple of modules, or say what is wrong with it."""
+    modules = (model,) if isinstance(model, nn.Module) else tuple(model) if isinstance(model, (list, tuple)) else None
+    if modules is None:
+        raise TypeError(f"model must be a torch.nn.Module or a list or tuple of them, got {type(model).__name__}.")
+    if not modules:
+        raise ValueError("model is an empty sequence: there is nothing to guard. Pass the model or its chunks.")
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"model[{index}] must be a torch.nn.Module, got {type(module).__name__}.")
+    return modules
+
+
+def as_optimizers(optimizers: Any) -> tuple[Any, ...]:
+    """Return ``optimizers`` as a tuple, or say what is wrong with them."""
+    if optimizers is None:
+        return ()
+    found = (optimizers,) if hasattr(optimizers, "param_groups") else optimizers
+    if not isinstance(found, (list, tuple)):
+        raise TypeError(
+            "optimizers must be an optimizer (anything with param_groups), a list or tuple of them, or None, "
+            f"got {type(optimizers).__name__}."
+        )
+    for index, optimizer in enumerate(found):
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizers[{index}] must be an optimizer (anything with param_groups), "
+                f"got {type(optimizer).__name__}."
+            )
+    return tuple(found)
+
+
+def named_roots(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules with the prefixes of their FQNs: none for one model, ``0.``, ``1.``, … for chunks."""
+    return [(f"{index}." if len(modules) > 1 else "", module) for index, module in enumerate(modules)]
+
+
+def _check_group(bound: BoundGroup) -> list[Divergence]:
+    group, bindings = bound
+    resting_buffers, materialized_buffers = group.resting_buffers(), group.materialized_buffers()
+    resting_ranges = [address_range(buffer) for buffer in resting_buffers]
+    materialized_ranges = [address_range(buffer) for buffer in materialized_buffers]
+    divergences, ties = _check_ties(group.runtime, bindings)
+    resting: list[Binding] = []
+    materialized: list[Binding] = []
+    for binding in bindings:
+        shown = binding.shown
+        if shown is binding.resting:
+            resting.append(binding)
+            ranges, buffers = resting_ranges, resting_buffers
+        elif shown is binding.materialized:
+            materialized.append(binding)
+            ranges, buffers = materialized_ranges, materialized_buffers
+        elif shown is None:
+            divergences.append(_missing(group.runtime, binding))
+            continue
+        elif id(shown) in ties:
+            continue
+        else:
+            divergences.append(_replaced(group.runtime, binding, shown))
+            continue
+        local = local_tensor(shown)
+        address = local.data_ptr()
+        if any(start <= address < end for start, end in ranges):
+            continue  # also where the runtime has released the buffer: it starts at 0 then, as its views do
+        # A shard without rows has no address, but it has a dtype.
+        if local.numel() or all(local.dtype != buffer.dtype for buffer in buffers):
+            divergences.append(_detached(group.runtime, binding, shown, local))
+    if resting and materialized:
+        divergences += _mixed(group.runtime, resting, materialized)
+    return divergences
+
+
+def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Divergence], set[int]]:
+    """Find holders that share one unsharded parameter; return them and the ids of their sharded ones."""
+    first: dict[int, Binding] = {}
+    divergences: list[Divergence] = []
+    ties: set[int] = set()
+    for binding in bindings:
+        twin = first.setdefault(id(binding.materialized), binding)
+        if twin.position == binding.position:
+            continue
+        ties |= {id(twin.resting), id(binding.resting)}
+        detail = (
+            f"Shares the unsharded {_describe(binding.materialized)} with {twin.fqn}, but is sharded on its own: seen "
+            f"two holders, {_describe(twin.resting)} and {_describe(binding.resting)}; expected one."
+        )
+        divergences.append(_divergence(DivergenceKind.BROKEN_TIE, binding.fqn, runtime, detail))
+    return divergences, ties
+
+
+def _check_unbound(inventory: Inventory, holders: _Holders) -> list[Divergence]:
+    divergences = []
+    for fqn, parameter, runtime in inventory.loose:
+        held = holders.resting.get(id(parameter)) or holders.materialized.get(id(parameter))
+        if held is not None:
+            # Moved, not aliased, when the holder's own name leads nowhere: that is a missing parameter already.
+            if held.binding.shown is not None:
+                divergences.append(_alias(fqn, parameter, held))
+        elif parameter.requires_grad:
+            detail = f"Seen {_describe(parameter)}, which no {runtime} holder owns; expected a sharded parameter."
+            divergences.append(_divergence(DivergenceKind.UNMANAGED_PARAMETER, fqn, runtime, detail))
+    for fqn, parameter in inventory.outside:
+        held = holders.materialized.get(id(parameter))
+        if held is not None:
+            divergences.append(_alias(fqn, parameter, held))
+    return divergences
+
+
+class _Held(NamedTuple):
+    runtime: str
+    binding: Binding
+
+
+class _Holders:
+    """Look up, by object id, what the runtime holds and what the module shows."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.bindings = [_Held(group.runtime, b) for group, bindings in inventory.groups for b in bindings]
+        self.resting: dict[int, _Held] = {}
+        self.materialized: dict[int, _Held] = {}
+        self.shown: dict[int, _Held] = {}
+        for held in self.bindings:
+            self.resting.setdefault(id(held.binding.resting), held)
+            self.materialized.setdefault(id(held.binding.materialized), held)
+            if held.binding.shown is not None:
+                self.shown.setdefault(id(held.binding.shown), held)
+
+
+def _check_optimizers(optimizers: Sequence[Any], inventory: Inventory, holders: _Holders) -> list[Divergence]:
+    divergences: list[Divergence] = []
+    stepped: set[int] = set()
+    strangers: list[torch.Tensor] = []
+    # Shown by the module where no holder is bound: outside every unit a legitimate parameter of another kind, inside
+    # one reported already.
+    unbound = {id(parameter) for _, parameter in inventory.outside}
+    unbound |= {id(loose.parameter) for loose in inventory.loose}
+    for optimizer in optimizers:
+        for parameter in _parameters(optimizer):
+            key = id(parameter)
+            if key in holders.resting:
+                stepped.add(key)
+            elif held := holders.materialized.get(key) or holders.shown.get(key):
+                divergences.append(_orphan(held, parameter))
+            elif key not in unbound:
+                strangers.append(parameter)
+        divergences += _check_state(optimizer, holders)
+    left_out = [
+        held
+        for key, held in holders.resting.items()
+        # Megatron's optimizers leave out parameters of which this rank has no rows.
+        if key not in stepped and held.binding.resting.requires_grad and local_tensor(held.binding.resting).numel()
+    ]
+    divergences += _pair(strangers, left_out)
+    return divergences + [_left_out(held, len(left_out), len(holders.resting)) for held in left_out]
+
+
+def _pair(strangers: Sequence[torch.Tensor], left_out: Sequence[_Held]) -> list[Divergence]:
+    """Report the strangers that stand in for a parameter that was left out.
+
+    A stranger alone proves nothing: an optimizer may train a second model, or a loss with parameters of its own.
+    """
+    places: dict[str, list[_Held]] = {}
+    for held in reversed(left_out):
+        places.setdefault(_shape(held.binding.resting), []).append(held)
+    return [_orphan(place.pop(), stranger) for stranger in strangers if (place := places.get(_shape(stranger)))]
+
+
+def _check_state(optimizer: Any, holders: _Holders) -> list[Divergence]:
+    """Find state that is still keyed by parameters which the optimizer's groups no longer contain."""
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, Mapping) or not state:
+        return []
+    parameters = list(_parameters(optimizer))
+    current = {id(parameter) for parameter in parameters}
+    stateful = {id(key) for key in state}
+    stale = [key for key in state if isinstance(key, torch.Tensor) and id(key) not in current]
+    without = [
+        held
+        for parameter in parameters
+        if id(parameter) not in stateful and (held := holders.resting.get(id(parameter))) is not None
+    ]
+    return _pair(stale, without)
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _missing(runtime: str, binding: Binding) -> Divergence:
+    if binding.owner is None:
+        seen = "no module at that name"
+    else:
+        seen = f"a {type(binding.owner).__name__} without a parameter {binding.attribute!r}"
+    detail = f"Seen {seen}; expected {_describe(binding.resting)}."
+    return _divergence(DivergenceKind.MISSING_PARAMETER, binding.fqn, runtime, detail)
+
+
+def _replaced(runtime: str, binding: Binding, shown: torch.Tensor) -> Divergence:
+    detail = (
+        f"Seen {_describe(shown)}; expected the runtime's own {_describe(binding.resting)} (sharded) or "
+        f"{_describe(binding.materialized)} (unsharded)."
+    )
+    return _divergence(DivergenceKind.REPLACED_PARAMETER, binding.fqn, runtime, detail)
+
+
+def _detached(runtime: str, binding: Binding, shown: torch.Tensor, local: torch.Tensor) -> Divergence:
+    detail = (
+        f"Seen {_describe(shown)} with its data at {local.data_ptr():#x} ({_dtype(local)}, {local.device}), outside "
+        "the runtime's buffer; expected a view of that buffer."
+    )
+    return _divergence(DivergenceKind.DETACHED_STORAGE, binding.fqn, runtime, detail)
+
+
+def _mixed(runtime: str, resting: Sequence[Binding], materialized: Sequence[Binding]) -> list[Divergence]:
+    """Report the smaller side, which is the one that was left behind or brought forward."""
+    phases = [("sharded", resting), ("unsharded", materialized)]
+    (few_phase, few), (many_phase, many) = sorted(phases, key=lambda phase: len(phase[1]))
+    detail = (
+        f"Seen {few_phase} while {len(many)} of its group, such as {many[0].fqn}, are {many_phase}; expected one phase."
+    )
+    return [_divergence(DivergenceKind.MIXED_PHASE, binding.fqn, runtime, detail) for binding in few]
+
+
+def _alias(fqn: str, parameter: torch.Tensor, held: _Held) -> Divergence:
+    detail = (
+        f"Seen {_describe(parameter)}, which the runtime holds as {held.binding.fqn} and switches there alone; "
+        "expected a holder that knows both names."
+    )
+    return _divergence(DivergenceKind.BROKEN_TIE, fqn, held.runtime, detail)
+
+
+def _orphan(held: _Held, parameter: torch.Tensor) -> Divergence:
+    binding = held.binding
+    if parameter is binding.materialized:
+        seen = "the unsharded parameter, whose gradient the runtime takes away"
+    elif parameter is binding.shown:
+        seen = "the parameter that replaced the runtime's on the module"
+    else:
+        seen = "a parameter of the same shape that neither the module nor the runtime has"
+    detail = f"The optimizer has {_describe(parameter)}, {seen}; expected {_describe(binding.resting)}."
+    return _divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, held.runtime, detail)
+
+
+def _left_out(held: _Held, left_out: int, total: int) -> Divergence:
+    detail = (
+        f"No optimizer has {_describe(held.binding.resting)}; expected each trainable parameter in one "
+        f"({left_out} of {total} are left out)."
+    )
+    return _divergence(DivergenceKind.OPTIMIZER_MISSING, held.binding.fqn, held.runtime, detail)
+
+
+def _divergence(kind: DivergenceKind, fqn: str, runtime: str, detail: str) -> Divergence:
+    return Divergence(kind, fqn, runtime, detail, _REMEDIES[kind])
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Say what ``tensor`` is, never what is in it."""
+    placements = getattr(tensor, "placements", None)
+    where = f" {list(placements)}" if placements is not None else ""
+    return f"{type(tensor).__name__} {_dtype(tensor)} {_shape(tensor)}{where} {id(tensor):#x}"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "uninitialized" if is_lazy(tensor) else str(tuple(tensor.shape)).replace(" ", "")
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,13 @@
+"""Where a report goes.
+
+A reporter is a callable that takes a report. If it also has a method ``before_raise(report)``, the guard calls that
+right before it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fsdp_guard.report import Report
+
+Reporter = Callable[[Report], object]

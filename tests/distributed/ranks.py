@@ -1,0 +1,90 @@
+"""Two real ranks that stay up for the whole test session and run what a test sends them."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+WORLD_SIZE = 2
+TIMEOUT_S = 120
+
+
+class Ranks:
+    """A process group of two: gloo, on the GPU if there is one (NCCL refuses two ranks on one card), else the CPU.
+
+    Call it with a function of a test module; it runs on both ranks and the two results come back in rank order. A
+    test that fails on a rank fails here with that rank's traceback. A rank that does not answer ends the group, and the
+    next call starts a new one.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                answered = pipe.poll(TIMEOUT_S)
+                answers.append(pipe.recv() if answered else ("hung", f"no answer in {TIMEOUT_S} s"))
+            except EOFError:
+                answers.append(("died", f"exit code {self._workers[rank].exitcode}"))
+        if any(outcome != "ok" for outcome, _ in answers):
+            self.stop()
+            raise AssertionError(
+                "\n".join(f"rank {rank} {outcome}: {answer}" for rank, (outcome, answer) in enumerate(answers))
+            )
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        """End both processes."""
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        for rank in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, store: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_guard.demo.cpu import install_cuda_stand_ins
+
+    torch.set_num_threads(1)
+    # As torchrun would set them, for Lightning to join these processes instead of starting its own.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), TORCHELASTIC_RUN_ID="tests")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    else:
+        install_cuda_stand_ins()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", getattr(importlib.import_module(module), name)(*args))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        pipe.send(answer)

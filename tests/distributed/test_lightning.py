@@ -1,0 +1,328 @@
+"""The callback under real Trainers: ModelParallelStrategy, and a Megatron-FSDP V2 model sharded in configure_model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fsdp_guard import DivergenceKind as Kind
+from fsdp_guard import HolderDivergenceError, NoHoldersError, Report
+from tests.distributed.ranks import Ranks
+from tests.mfsdp import DEVICE, MAIN_LAYOUT, shard
+from tests.wandb_file import read_run
+
+NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
+
+needs_assign = pytest.mark.skipif(MAIN_LAYOUT, reason="main refuses assign=True itself")
+
+
+def make_module(pl: Any, hooks: dict[str, Callable[[Any], None]], sharded: bool = True) -> Any:
+    """A LightningModule that runs ``hooks`` where they are named, and counts its batches."""
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = None
+            self.batches = 0
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                torch.manual_seed(0)
+                self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE)
+                if sharded:
+                    shard(self.net)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            # Not through fully_shard_optimizer: it refuses the closure that automatic optimization hands to step().
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def step(self, batch: torch.Tensor) -> torch.Tensor:
+            self.batches += 1
+            return self.net(batch).square().mean()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = self.step(batch)
+            hooks.get("training_step", lambda module: None)(self)
+            return loss
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.step(batch)
+
+        def test_step(self, batch: torch.Tensor) -> None:
+            self.step(batch)
+
+        def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.net(batch)
+
+        def on_fit_start(self) -> None:
+            hooks.get("on_fit_start", lambda module: None)(self)
+
+        def on_train_start(self) -> None:
+            hooks.get("on_train_start", lambda module: None)(self)
+
+    return Module()
+
+
+def make_trainer(pl: Any, folder: str, callbacks: list[Any], **options: Any) -> Any:
+    strategies = importlib.import_module(f"{pl.__name__}.strategies")
+    defaults: dict[str, Any] = {
+        "accelerator": "gpu" if DEVICE == "cuda" else "cpu",
+        "devices": 2,
+        "strategy": strategies.ModelParallelStrategy(process_group_backend="gloo"),
+        "default_root_dir": folder,
+        "max_steps": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 1,
+        "limit_val_batches": 1,
+    }
+    return pl.Trainer(**{**defaults, **options, "callbacks": callbacks})
+
+
+def batches() -> DataLoader[torch.Tensor]:
+    return DataLoader([torch.ones(4) for _ in range(16)], batch_size=4)
+
+
+class Outcome:
+    """What a Trainer call left behind."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, bool]] = []
+        self.error = ""
+        self.report: Report | None = None
+        self.batches = 0
+        self.hooks = 0
+
+
+def assign(module: Any) -> None:
+    module.net.load_state_dict({k: v.detach().clone() for k, v in module.net.state_dict().items()}, assign=True)
+
+
+def set_weight(module: Any) -> None:
+    module.net[0].weight = nn.Parameter(module.net[0].weight.detach().clone())
+
+
+def run(
+    namespace: str,
+    folder: str,
+    call: str = "fit",
+    hooks: dict[str, Callable[[Any], None]] | None = None,
+    ckpt_path: str | None = None,
+    sharded: bool = True,
+    guard_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Outcome:
+    from fsdp_guard import FsdpGuard
+
+    pl = importlib.import_module(namespace)
+    outcome = Outcome()
+
+    def record(report: Report) -> None:
+        outcome.events.append((report.event.value, report.ok))
+
+    module = make_module(pl, hooks or {}, sharded)
+    if call != "fit" and hooks:
+        module.configure_model()
+        hooks["before"](module)
+    guard = FsdpGuard(**{"reporters": [record], **(guard_options or {})})
+    trainer = make_trainer(pl, folder, [*options.pop("callbacks", []), guard], **options)
+    loaders = {"fit": (batches(), batches())}.get(call, (batches(),))
+    try:
+        getattr(trainer, call)(module, *loaders, ckpt_path=ckpt_path)
+    except (HolderDivergenceError, NoHoldersError) as error:
+        outcome.report = error.report
+        outcome.error = type(error).__name__
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    if options.get("enable_checkpointing") is None and call == "fit" and not outcome.error and ckpt_path is None:
+        trainer.save_checkpoint(os.path.join(folder, "saved.ckpt"))
+    outcome.batches = module.batches
+    outcome.hooks = sum(len(m._load_state_dict_post_hooks) for m in module.modules())
+    return outcome
+
+
+def run_clean_fit_and_resume(namespace: str, folder: str) -> tuple[Outcome, Outcome]:
+    first = run(namespace, folder)
+    return first, run(namespace, folder, ckpt_path=os.path.join(folder, "saved.ckpt"), max_steps=6)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_clean_fit_and_resume(ranks: Ranks, namespace: str, tmp_path: Path) -> None:
+    for first, resumed in ranks(run_clean_fit_and_resume, namespace, str(tmp_path)):
+        assert (first.error, resumed.error) == ("", "")
+        assert all(ok for _, ok in first.events + resumed.events)
+        assert [event for event, _ in first.events] == ["call", "call", "first_forward", "call", "first_step"]
+        # The restore comes after on_fit_start, so the load hook of the watch is what sees it; restoring an optimizer
+        # takes a step of its own to allocate the state (torch.distributed.checkpoint, _init_optim_state).
+        assert [event for event, _ in resumed.events] == ["call", "load", "first_step", "call", "first_forward"]
+        assert first.hooks == resumed.hooks == 0, "hooks are left behind"
+
+
+def run_converted(namespace: str, folder: str) -> Outcome:
+    return run(namespace, folder, precision="bf16-true")
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_precision_that_converts_after_configure_model(ranks: Ranks, namespace: str, tmp_path: Path) -> None:
+    for outcome in ranks(run_converted, namespace, str(tmp_path)):
+        assert outcome.report is not None, outcome.error
+        # All four on both ranks, although neither rank has rows of all of them.
+        assert [(d.kind, d.fqn) for d in outcome.report.divergences] == [
+            (Kind.DETACHED_STORAGE, f"net.{name}") for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        ]
+        assert outcome.batches == 0
+        assert outcome.hooks == 0, "hooks are left behind after the exception"
+
+
+def run_hook(namespace: str, folder: str, hook: str, action: Callable[[Any], None], options: dict[str, Any]) -> Outcome:
+    return run(namespace, folder, hooks={hook: action}, **options)
+
+
+@needs_assign
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_users_load_with_assign(ranks: Ranks, hook: str, tmp_path: Path) -> None:
+    for outcome in ranks(run_hook, NAMESPACES[0], str(tmp_path), hook, assign, {}):
+        assert outcome.report is not None, outcome.error
+        assert outcome.report.event.value == "load"
+        assert {d.kind for d in outcome.report.divergences} == {Kind.REPLACED_PARAMETER}
+        assert outcome.batches == (0 if hook == "on_fit_start" else 1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "event", "batches"),
+    [
+        ("on_fit_start", {}, "call", 0),  # seen by on_sanity_check_start, before its forward hides it
+        ("on_fit_start", {"num_sanity_val_steps": 0}, "call", 0),  # seen by on_train_start
+        # Automatic optimization runs the forward inside optimizer.step(closure), so the step comes first.
+        ("on_train_start", {"num_sanity_val_steps": 0}, "first_step", 0),
+        ("on_train_start", {}, "first_step", 1),
+    ],
+)
+def test_users_assignment(
+    ranks: Ranks, hook: str, options: dict[str, Any], event: str, batches: int, tmp_path: Path
+) -> None:
+    for outcome in ranks(run_hook, NAMESPACES[0], str(tmp_path), hook, set_weight, options):
+        assert outcome.report is not None, outcome.error
+        assert outcome.report.event.value == event
+        assert [d.fqn for d in outcome.report.divergences] == ["net.0.weight"]
+        assert outcome.batches == batches
+
+
+class SaveTwice:
+    """Save a good checkpoint, diverge, and try to save over it."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "good")
+
+    def __call__(self, module: Any) -> None:
+        if module.batches == 2:
+            module.trainer.save_checkpoint(self.path)
+        if module.batches == 3:
+            module.net.to(torch.bfloat16)
+            module.trainer.save_checkpoint(self.path)
+
+
+def run_save(folder: str) -> Outcome:
+    return run(NAMESPACES[0], folder, hooks={"training_step": SaveTwice(folder)}, num_sanity_val_steps=0)
+
+
+def test_diverged_run_overwrites_no_good_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    for outcome in ranks(run_save, str(tmp_path)):
+        assert outcome.report is not None, outcome.error
+        assert outcome.report.event.value == "save"
+        assert ("save", True) in outcome.events, "the good checkpoint was not looked at"
+        assert outcome.batches == 3
+
+
+def fail(module: Any) -> None:
+    module.net[0].weight.grad = None
+    module.net.to(torch.bfloat16)
+    raise ZeroDivisionError("the user's own error")
+
+
+def run_users_exception(folder: str) -> tuple[Outcome, bool]:
+    from lightning.pytorch import Callback
+
+    path = os.path.join(folder, "after the exception")
+
+    class SavesOnException(Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(path)
+
+    hooks = {"training_step": fail}
+    # Ahead of the guard, so that the guard still watches when this saves.
+    outcome = run(NAMESPACES[0], folder, hooks=hooks, callbacks=[SavesOnException()])
+    return outcome, os.path.exists(path)
+
+
+def test_users_exception_is_not_hidden_by_the_save_guard(ranks: Ranks, tmp_path: Path) -> None:
+    for outcome, saved in ranks(run_users_exception, str(tmp_path)):
+        assert outcome.error == "ZeroDivisionError: the user's own error"
+        assert saved
+
+
+def before_wrap_was_loaded(module: Any) -> None:
+    """Nothing: a healthy module."""
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_evaluation(ranks: Ranks, namespace: str, call: str, tmp_path: Path) -> None:
+    for outcome in ranks(run, namespace, str(tmp_path), call, {"before": before_wrap_was_loaded}):
+        assert outcome.error == ""
+        assert [event for event, _ in outcome.events] == ["call", "first_forward"]
+        assert outcome.hooks == 0
+    for outcome in ranks(run, namespace, str(tmp_path), call, {"before": set_weight}):
+        assert outcome.report is not None, outcome.error
+        assert [d.fqn for d in outcome.report.divergences] == ["net.0.weight"]
+        assert outcome.batches == 0
+
+
+def run_without_runtime(folder: str) -> tuple[Outcome, Outcome]:
+    options = {"require_holders": True}
+    return run(NAMESPACES[0], folder, sharded=False, **plain()), run(
+        NAMESPACES[0], folder, sharded=False, guard_options=options, **plain()
+    )
+
+
+def plain() -> dict[str, Any]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    return {"strategy": DDPStrategy(process_group_backend="gloo")}
+
+
+def test_model_without_a_runtime(ranks: Ranks, tmp_path: Path) -> None:
+    for free, required in ranks(run_without_runtime, str(tmp_path)):
+        assert (free.error, free.events) == ("", [])
+        assert required.error == "NoHoldersError"
+        assert required.batches == 0
+
+
+def run_with_wandb(folder: str) -> tuple[str, int | None]:
+    """A diverged fit whose only W&B run is the WandbLogger's."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    logger = WandbLogger(project="guard", save_dir=folder, offline=True)
+    outcome = run(
+        NAMESPACES[0], folder, hooks={"on_fit_start": assign}, logger=logger, guard_options={"reporters": None}
+    )
+    return outcome.error, outcome.report.rank if outcome.report else None
+
+
+@needs_assign
+def test_wandb_logger_gets_the_alert(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(run_with_wandb, str(tmp_path)) == [("HolderDivergenceError", 0), ("HolderDivergenceError", 1)]
+    recorded = read_run(tmp_path)
+    assert [alert.title for alert in recorded.alerts] == ["fsdp_guard: holder divergence"]
+    assert recorded.exit_code == 1
+    assert recorded.metric("fsdp_guard/diverged") == [1]

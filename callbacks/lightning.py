@@ -46,6 +46,8 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
     Args:
         on_divergence: ``"raise"`` a ``HolderDivergenceError``, ``"warn"``, or a callable that takes the report.
         require_holders: Raise ``NoHoldersError`` when no known runtime manages the model.
+        refresh_stale: Let the runtime refresh compute weights that a restore left stale, and report that, instead of
+            treating them as a divergence.
         reporters: Callables that take a report, instead of the one that reports to W&B.
         finish_run: Finish the W&B run with exit code 1 before raising, so that its alert outlives the process.
             Not used when ``reporters`` is given.
@@ -63,13 +65,19 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
         self,
         on_divergence: OnDivergence = "raise",
         require_holders: bool = False,
+        refresh_stale: bool = False,
         reporters: Sequence[Reporter] | None = None,
         finish_run: bool = True,
     ) -> None:
         super().__init__()
         if reporters is None:
             reporters = [WandbReporter(self._wandb_run, finish_run=finish_run)]
-        self._guard = Guard(reporters=reporters, on_divergence=on_divergence, require_holders=require_holders)
+        self._guard = Guard(
+            reporters=reporters,
+            on_divergence=on_divergence,
+            require_holders=require_holders,
+            refresh_stale=refresh_stale,
+        )
         self._trainer: Any = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fsdp_guard.report import Report as Report
     from fsdp_guard.report import UnsupportedLayoutError as UnsupportedLayoutError
     from fsdp_guard.reporters.wandb import WandbReporter as WandbReporter
+    from fsdp_guard.values import refresh as refresh
 
 _HOMES = {
     "Divergence": "fsdp_guard.report",
@@ -36,6 +37,7 @@ _HOMES = {
     "UnsupportedLayoutError": "fsdp_guard.report",
     "WandbReporter": "fsdp_guard.reporters.wandb",
     "inspect": "fsdp_guard.invariants",
+    "refresh": "fsdp_guard.values",
 }
 
 __all__ = sorted(_HOMES)

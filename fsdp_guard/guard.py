@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_guard.holders import Inventory, take_inventory
-from fsdp_guard.invariants import as_modules, as_optimizers, examine, named_roots
+from fsdp_guard.inputs import as_modules, as_optimizers, named_roots
+from fsdp_guard.invariants import Values, examine
 from fsdp_guard.report import Event, HolderDivergenceError, NoHoldersError, Report
 from fsdp_guard.reporters import Reporter
 from fsdp_guard.reporters.log import LogReporter
@@ -33,6 +34,10 @@ class Guard:
             (the log and the reporters have it already) and go on, or a callable that takes the report.
         require_holders: Raise ``NoHoldersError`` when no known runtime manages the model, instead of saying so once
             at warning level.
+        strict_load: Judge compute weights right after a load. By default a load that leaves them stale is reported as
+            pending, since the next line of the script may refresh them, and judged before the first forward.
+        refresh_stale: Let the runtime refresh stale compute weights before the first forward, and report that, instead
+            of treating them as a divergence.
 
     Raises:
         TypeError: A reporter is not callable.
@@ -51,6 +56,8 @@ class Guard:
         reporters: Sequence[Reporter] | None = None,
         on_divergence: OnDivergence = "raise",
         require_holders: bool = False,
+        strict_load: bool = False,
+        refresh_stale: bool = False,
     ) -> None:
         if on_divergence not in ("raise", "warn") and not callable(on_divergence):
             raise ValueError(f'on_divergence must be "raise", "warn" or a callable, got {on_divergence!r}.')
@@ -61,21 +68,30 @@ class Guard:
         self._reporters: tuple[Reporter, ...] = (LogReporter(), *chosen)
         self._on_divergence = on_divergence
         self._require_holders = require_holders
+        self._strict_load = strict_load
+        self._refresh_stale = refresh_stale
         self._said_nothing_found = False
         self._watch: Watch | None = None
 
     def check(
-        self, model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, event: Event | str = Event.CALL
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Any = None,
+        *,
+        event: Event | str = Event.CALL,
+        values: bool = False,
     ) -> Report:
         """Look now, report, and raise if something has diverged.
 
         Call it where parameters are all sharded or all unsharded: before or after a forward or a step, not from
-        another thread during one. It costs host time only: no kernel, no copy, no synchronisation.
+        another thread during one. Without ``values`` it costs host time only: no kernel, no copy, no synchronisation.
 
         Args:
             model: The model, or a sequence of model chunks.
             optimizers: All optimizers of the model: one, a sequence, or ``None`` to leave them out.
             event: What the report gives as the reason, for example ``"save"`` right before a checkpoint is written.
+            values: Also compare compute weights with main weights, where the runtime keeps both. This reads the
+                weights and synchronises with the device once.
 
         Returns:
             The report.
@@ -88,10 +104,13 @@ class Guard:
             ValueError: ``model`` is an empty sequence, or ``event`` is none of ``Event``.
         """
         roots = named_roots(as_modules(model))
-        return self._look(lambda: take_inventory(roots), as_optimizers(optimizers), Event(event))
+        what = Values(compare=values, refresh=self._refresh_stale)
+        return self._conclude(examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event(event), what))
 
     def watch(self, model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> Guard:
         """From now on, look after each load, before the first forward and before the first optimizer step.
+
+        The first two also compare compute weights with main weights, where the runtime keeps both.
 
         Call it after the model was sharded. A later load, of the model or of any module in it, makes the next forward
         and the next step first ones again. Between those, nothing of the guard is left on the path of a step. Watching
@@ -140,10 +159,17 @@ class Guard:
         self.unwatch()
 
     def _look(self, take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event) -> Report:
-        report = examine(take, optimizers, event)
+        """Look for a watch."""
+        values = {
+            Event.LOAD: Values(compare=True, pending=not self._strict_load),
+            Event.FIRST_FORWARD: Values(compare=True, refresh=self._refresh_stale),
+        }
+        return self._conclude(examine(take, optimizers, event, values.get(event, Values())))
+
+    def _conclude(self, report: Report) -> Report:
         if not report.parameters_checked and not report.divergences:
             # A load of a part that holds nothing sharded is no news; what watch() and check() were given is.
-            if event is not Event.LOAD:
+            if report.event is not Event.LOAD:
                 self._say_nothing_found(report)
             return report
         for reporter in self._reporters:

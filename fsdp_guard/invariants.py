@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp_guard.holders import Binding, BoundGroup, Inventory, address_range, local_tensor, take_inventory
+from fsdp_guard.holders import Binding, BoundGroup, Group, Inventory, address_range, local_tensor, take_inventory
+from fsdp_guard.inputs import as_modules, as_optimizers, named_roots
 from fsdp_guard.report import Divergence, DivergenceKind, Event, Report
+from fsdp_guard.values import Stale, find_stale, refresh_stale
 
 _REMEDIES = {
     DivergenceKind.REPLACED_PARAMETER: (
@@ -22,6 +25,10 @@ _REMEDIES = {
     DivergenceKind.DETACHED_STORAGE: (
         "Convert the model before it is sharded (or pass the dtypes to the runtime's mixed-precision policy), and do "
         "not call .to(dtype), .half() or swap_tensors on it afterwards."
+    ),
+    DivergenceKind.STALE_COMPUTE_WEIGHT: (
+        "Call fsdp_guard.refresh(model) on every rank after the load and before the first forward, or hand "
+        "refresh_stale=True to the guard."
     ),
     DivergenceKind.MIXED_PHASE: (
         "Do not catch exceptions of a forward and go on with the same model; leave unsharding to the runtime."
@@ -44,13 +51,15 @@ _REMEDIES = {
 }
 
 
-def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> Report:
+def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, values: bool = False) -> Report:
     """Look once, and say what was found. Emits nothing, changes nothing, never raises for a divergence.
 
     Args:
         model: The model, or a sequence of model chunks. Its parameters may be sharded or, inside a forward, unsharded.
         optimizers: One optimizer, a sequence of them, or ``None``. Anything with ``param_groups`` counts. Hand in all
             optimizers of the model: a trainable parameter in none of them is a divergence.
+        values: Also compare compute weights with main weights, where the runtime keeps both. This reads the weights
+            and synchronises with the device once; everything else costs host time only.
 
     Returns:
         The report, with ``event`` set to ``call``.
@@ -61,16 +70,32 @@ def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> R
         UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
     """
     roots = named_roots(as_modules(model))
-    return examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event.CALL)
+    return examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event.CALL, Values(values))
 
 
-def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event) -> Report:
+@dataclass(frozen=True)
+class Values:
+    """What a look does about values.
+
+    Args:
+        compare: Whether to compare compute weights with main weights.
+        refresh: Whether to let the runtime refresh what is stale.
+        pending: Whether something stale may still be refreshed by the caller, and is no divergence yet.
+    """
+
+    compare: bool = False
+    refresh: bool = False
+    pending: bool = False
+
+
+def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event, values: Values) -> Report:
     """Take an inventory, compare it, and time both.
 
     Args:
         take: Called once, gives the inventory.
         optimizers: The optimizers to compare with it; none means that optimizers are not judged.
         event: Why this look happens.
+        values: What to do about values.
     """
     started = time.perf_counter()
     inventory = take()
@@ -80,52 +105,31 @@ def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Eve
         divergences += _check_unbound(inventory, holders)
         if optimizers and holders.bindings:
             divergences += _check_optimizers(optimizers, inventory, holders)
+    stale, refreshed = _check_values(inventory.groups, values)
     return Report(
-        divergences=tuple(divergences),
+        divergences=tuple(divergences if values.pending else divergences + stale),
         parameters_checked=sum(len(bindings) for _, bindings in inventory.groups),
         parameters_unclaimed=len(inventory.outside),
         runtimes=inventory.runtimes,
         event=event,
         rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         elapsed_s=time.perf_counter() - started,
+        pending=tuple(stale if values.pending else ()),
+        refreshed=tuple(refreshed),
     )
 
 
-def as_modules(model: Any) -> tuple[nn.Module, ...]:
-    """Return ``model`` as a tuple of modules, or say what is wrong with it."""
-    modules = (model,) if isinstance(model, nn.Module) else tuple(model) if isinstance(model, (list, tuple)) else None
-    if modules is None:
-        raise TypeError(f"model must be a torch.nn.Module or a list or tuple of them, got {type(model).__name__}.")
-    if not modules:
-        raise ValueError("model is an empty sequence: there is nothing to guard. Pass the model or its chunks.")
-    for index, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"model[{index}] must be a torch.nn.Module, got {type(module).__name__}.")
-    return modules
-
-
-def as_optimizers(optimizers: Any) -> tuple[Any, ...]:
-    """Return ``optimizers`` as a tuple, or say what is wrong with them."""
-    if optimizers is None:
-        return ()
-    found = (optimizers,) if hasattr(optimizers, "param_groups") else optimizers
-    if not isinstance(found, (list, tuple)):
-        raise TypeError(
-            "optimizers must be an optimizer (anything with param_groups), a list or tuple of them, or None, "
-            f"got {type(optimizers).__name__}."
-        )
-    for index, optimizer in enumerate(found):
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizers[{index}] must be an optimizer (anything with param_groups), "
-                f"got {type(optimizer).__name__}."
-            )
-    return tuple(found)
-
-
-def named_roots(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules with the prefixes of their FQNs: none for one model, ``0.``, ``1.``, … for chunks."""
-    return [(f"{index}." if len(modules) > 1 else "", module) for index, module in enumerate(modules)]
+def _check_values(groups: Sequence[BoundGroup], values: Values) -> tuple[list[Divergence], list[Divergence]]:
+    """Return what is stale, and what was until it was refreshed."""
+    if not values.compare:
+        return [], []
+    stale = find_stale(groups)
+    if not values.refresh:
+        return [_stale(found) for found in stale], []
+    refresh_stale(groups, stale)
+    still = find_stale(groups) if stale else []
+    still_stale = {found.binding.fqn for found in still}
+    return [_stale(found) for found in still], [_stale(f) for f in stale if f.binding.fqn not in still_stale]
 
 
 def _check_group(bound: BoundGroup) -> list[Divergence]:
@@ -201,15 +205,19 @@ def _check_unbound(inventory: Inventory, holders: _Holders) -> list[Divergence]:
 
 
 class _Held(NamedTuple):
-    runtime: str
+    group: Group
     binding: Binding
+
+    @property
+    def runtime(self) -> str:
+        return self.group.runtime
 
 
 class _Holders:
     """Look up, by object id, what the runtime holds and what the module shows."""
 
     def __init__(self, inventory: Inventory) -> None:
-        self.bindings = [_Held(group.runtime, b) for group, bindings in inventory.groups for b in bindings]
+        self.bindings = [_Held(group, b) for group, bindings in inventory.groups for b in bindings]
         self.resting: dict[int, _Held] = {}
         self.materialized: dict[int, _Held] = {}
         self.shown: dict[int, _Held] = {}
@@ -232,6 +240,8 @@ def _check_optimizers(optimizers: Sequence[Any], inventory: Inventory, holders: 
         for parameter in _parameters(optimizer):
             key = id(parameter)
             if key in holders.resting:
+                if key not in stepped:
+                    divergences += _check_link(holders.resting[key])
                 stepped.add(key)
             elif held := holders.materialized.get(key) or holders.shown.get(key):
                 divergences.append(_orphan(held, parameter))
@@ -246,6 +256,21 @@ def _check_optimizers(optimizers: Sequence[Any], inventory: Inventory, holders: 
     ]
     divergences += _pair(strangers, left_out)
     return divergences + [_left_out(held, len(left_out), len(holders.resting)) for held in left_out]
+
+
+def _check_link(held: _Held) -> list[Divergence]:
+    binding = held.binding
+    if held.group.step_reaches_forward(binding.position):
+        return []
+    detail = (
+        f"The optimizer has {_describe(binding.resting)}, which has lost the runtime's mark; expected the mark by "
+        "which each step finds the compute weights to refresh: without it they keep their first values."
+    )
+    remedy = (
+        "Do not call .to() on the model after it was sharded: it rebuilds the parameters even where nothing moves. "
+        "Lightning's ModelParallelStrategy calls it; give the strategy a model_to_device() that does nothing."
+    )
+    return [Divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, held.runtime, detail, remedy)]
 
 
 def _pair(strangers: Sequence[torch.Tensor], left_out: Sequence[_Held]) -> list[Divergence]:
@@ -300,10 +325,18 @@ def _replaced(runtime: str, binding: Binding, shown: torch.Tensor) -> Divergence
 
 def _detached(runtime: str, binding: Binding, shown: torch.Tensor, local: torch.Tensor) -> Divergence:
     detail = (
-        f"Seen {_describe(shown)} with its data at {local.data_ptr():#x} ({_dtype(local)}, {local.device}), outside "
-        "the runtime's buffer; expected a view of that buffer."
+        f"Seen {_describe(shown)} with its data at {local.data_ptr():#x} ({_dtype_name(local.dtype)}, {local.device}), "
+        "outside the runtime's buffer; expected a view of that buffer."
     )
     return _divergence(DivergenceKind.DETACHED_STORAGE, binding.fqn, runtime, detail)
+
+
+def _stale(found: Stale) -> Divergence:
+    detail = (
+        f"Seen {found.differing} of this rank's {found.compared} {_dtype_name(found.compute_dtype)} compute weights "
+        f"differ from the {_dtype_name(found.main_dtype)} main weights cast to their dtype; expected none."
+    )
+    return _divergence(DivergenceKind.STALE_COMPUTE_WEIGHT, found.binding.fqn, found.group.runtime, detail)
 
 
 def _mixed(runtime: str, resting: Sequence[Binding], materialized: Sequence[Binding]) -> list[Divergence]:
@@ -352,12 +385,12 @@ def _describe(tensor: torch.Tensor) -> str:
     """Say what ``tensor`` is, never what is in it."""
     placements = getattr(tensor, "placements", None)
     where = f" {list(placements)}" if placements is not None else ""
-    return f"{type(tensor).__name__} {_dtype(tensor)} {_shape(tensor)}{where} {id(tensor):#x}"
+    return f"{type(tensor).__name__} {_dtype_name(tensor.dtype)} {_shape(tensor)}{where} {id(tensor):#x}"
 
 
 def _shape(tensor: torch.Tensor) -> str:
     return "uninitialized" if is_lazy(tensor) else str(tuple(tensor.shape)).replace(" ", "")
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -125,6 +125,9 @@ class Report:
         event: Why the check ran.
         rank: Rank of the process that looked, 0 without a process group.
         elapsed_s: Time that the check took on the host, in seconds.
+        pending: Compute weights that a load left stale: a divergence if nothing refreshes them before the first
+            forward, which looks again.
+        refreshed: Compute weights that were stale until the guard let the runtime refresh them.
     """
 
     divergences: tuple[Divergence, ...] = ()
@@ -134,6 +137,8 @@ class Report:
     event: Event = Event.CALL
     rank: int = 0
     elapsed_s: float = 0.0
+    pending: tuple[Divergence, ...] = ()
+    refreshed: tuple[Divergence, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -146,7 +151,8 @@ class Report:
         report["ok"] = self.ok
         report["event"] = self.event.value
         report["runtimes"] = list(self.runtimes)
-        report["divergences"] = [{**asdict(d), "kind": d.kind.value} for d in self.divergences]
+        for field in ("divergences", "pending", "refreshed"):
+            report[field] = [{**asdict(d), "kind": d.kind.value} for d in getattr(self, field)]
         return report
 
     def __str__(self) -> str:
@@ -154,20 +160,23 @@ class Report:
         scope = f"{_count(self.parameters_checked, 'parameter')} checked, runtime {', '.join(self.runtimes) or 'none'}"
         if self.divergences:
             count = _count(len(self.divergences), "holder divergence")
-            kinds = [_explain(kind, self._of_kind(kind)) for kind in self._kinds()]
-            return "\n\n".join([f"fsdp_guard: {count} {where} ({scope}).", *kinds])
+            return "\n\n".join([f"fsdp_guard: {count} {where} ({scope}).", *_explain_all(self.divergences)])
         if not self.parameters_checked:
             return (
                 f"fsdp_guard: nothing was checked {where}: no sharding runtime that fsdp_guard knows manages this "
                 "model. Check or watch the model after it was sharded (fully_shard), not before."
             )
-        return f"fsdp_guard: module and holders agree {where} ({scope}, {self.elapsed_s * 1e3:.2f} ms)."
+        head = f"fsdp_guard: module and holders agree {where} ({scope}, {self.elapsed_s * 1e3:.2f} ms)."
+        if self.pending:
+            head += " Compute weights must still be refreshed before the first forward."
+        if self.refreshed:
+            head += " Stale compute weights were refreshed."
+        return "\n\n".join([head, *_explain_all((*self.pending, *self.refreshed))])
 
-    def _kinds(self) -> list[DivergenceKind]:
-        return list(dict.fromkeys(d.kind for d in self.divergences))
 
-    def _of_kind(self, kind: DivergenceKind) -> list[Divergence]:
-        return [d for d in self.divergences if d.kind is kind]
+def _explain_all(divergences: Sequence[Divergence]) -> list[str]:
+    kinds = dict.fromkeys(d.kind for d in divergences)
+    return [_explain(kind, [d for d in divergences if d.kind is kind]) for kind in kinds]
 
 
 def _explain(kind: DivergenceKind, divergences: Sequence[Divergence]) -> str:

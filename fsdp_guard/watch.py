@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_guard.holders import Inventory, ModuleIndex, outermost_units, take_inventory
-from fsdp_guard.invariants import named_roots
+from fsdp_guard.inputs import named_roots
 from fsdp_guard.report import Event, FsdpGuardError
 
 Look = Callable[[Callable[[], Inventory], Sequence[Any], Event], object]
@@ -144,11 +144,9 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # Takes anything, does nothing, and can be unpickled where fsdp_guard is not installed.
+        # Used by copy and by pickle. What it gives takes anything, does nothing, and can be unpickled where fsdp_guard
+        # is not installed.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 

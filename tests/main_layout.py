@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ class DBuffer:
 
     def __init__(self, shapes: list[torch.Size], dtype: torch.dtype) -> None:
         self.local_buffer = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype)
-        self._shapes = shapes
+        offsets = [sum(shape.numel() for shape in shapes[:index]) for index in range(len(shapes))]
+        self.layout = SimpleNamespace(tensor_shapes=tuple(shapes), tensor_to_offset=tuple(offsets))
+        self.offset = 0
+        self.allocation_stream = None
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
-        start = sum(shape.numel() for shape in self._shapes[:index])
-        shape = self._shapes[index]
+        start, shape = self.layout.tensor_to_offset[index], self.layout.tensor_shapes[index]
         return self.local_buffer[start : start + shape.numel()].view(shape)
 
 
@@ -54,9 +57,15 @@ class FsdpParameterGroup:
             self.model_weight.get_local_tensor(index).copy_(parameter.detach())
             parameter.data = self._unsharded_model_weight.get_local_tensor(index)
             sharded = nn.Parameter(self.main_weight.get_local_tensor(index), requires_grad=parameter.requires_grad)
+            sharded._mfsdp_parameter_group = weakref.ref(self)  # type: ignore[attr-defined]
             parameters.append(FsdpParameter(tuple(fqns), sharded, parameter))
         self.fsdp_parameters = tuple(parameters)
         self.reshard_parameters()
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        # As upstream, a new buffer takes the place of the old one.
+        self.model_weight = DBuffer(list(self.main_weight.layout.tensor_shapes), self.model_weight.local_buffer.dtype)
+        self.model_weight.local_buffer.copy_(self.main_weight.local_buffer)
 
     def unshard_parameters(self) -> None:
         self._unsharded_model_weight.local_buffer.copy_(self.model_weight.local_buffer)

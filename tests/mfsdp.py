@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_fsdp import experimental
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,14 +32,25 @@ def mesh() -> DeviceMesh:
     return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def shard(*units: nn.Module, package: Any = experimental) -> None:
+def shard(*units: nn.Module, package: Any = experimental, main_grads_dtype: torch.dtype | None = None) -> None:
     """``fully_shard`` the modules in the given order (inner ones first), with everything sharded over two ranks."""
     flat: Any = Shard(0) if MAIN_LAYOUT else package.Flat()
     placements = package.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat])
-    shared_mesh = mesh()
+    policy = MixedPrecisionPolicy(main_grads_dtype=main_grads_dtype)
+    shard_as(placements, mesh(), *units, package=package, policy=policy)
+
+
+def shard_as(
+    placements: Any,
+    shared_mesh: DeviceMesh,
+    *units: nn.Module,
+    package: Any = experimental,
+    policy: MixedPrecisionPolicy | None = None,
+) -> None:
+    """``fully_shard`` the modules in the given order with the given placements."""
     with package.fully_shard_context() if MAIN_LAYOUT else contextlib.nullcontext():
         for unit in units:
-            package.fully_shard(unit, shared_mesh, placements)
+            package.fully_shard(unit, shared_mesh, placements, mixed_precision_policy=policy)
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -67,8 +79,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss(model: nn.Module) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    inputs = torch.eye(4, device=DEVICE, dtype=dtype)
+    groups = getattr(model, "parameter_groups", ())
+    inputs = torch.eye(4, device=DEVICE, dtype=groups[0].dtype if groups else torch.float32)
     return nn.functional.mse_loss(model(inputs).float(), torch.zeros(4, 4, device=DEVICE))
 
 

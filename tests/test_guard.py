@@ -239,6 +239,7 @@ def test_public_names() -> None:
         "UnsupportedLayoutError",
         "WandbReporter",
         "inspect",
+        "refresh",
     ]
     assert set(fsdp_guard.__all__) <= set(dir(fsdp_guard))
     with pytest.raises(AttributeError, match="no attribute 'Gard'"):

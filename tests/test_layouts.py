@@ -122,6 +122,22 @@ def test_deep_copy_is_cut_off_from_its_own_buffers() -> None:
     assert fsdp_guard.inspect(model).ok
 
 
+def test_gate_in_a_compiled_model() -> None:
+    """Dynamo traces the hooks of what it compiles; the gate's it must run as they are."""
+    events: list[tuple[str, bool]] = []
+    model = tied_unit()
+    guard = Guard(reporters=[lambda report: events.append((report.event.value, report.ok))], on_divergence="warn")
+    with guard.watch(model):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            compiled(torch.zeros(1, 4))
+        assert events == [("first_forward", True)]
+        model.load_state_dict(model.state_dict())
+        model.body.bias = nn.Parameter(torch.zeros(4))
+        compiled(torch.zeros(1, 4))
+    assert events[1:] == [("load", True), ("first_forward", False)]
+
+
 def without(*attributes: str) -> Any:
     """A unit whose group lacks what the reader looks for, as a later version might."""
     model = tied_unit()

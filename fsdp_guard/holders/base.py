@@ -23,6 +23,20 @@ from torch.distributed.tensor import DTensor
 from fsdp_guard.report import UnsupportedLayoutError
 
 
+class Weights(NamedTuple):
+    """The elements that this rank has both of the main and of the compute weights of a group.
+
+    Args:
+        main: Flat view, shape ``(n,)``, in the dtype of the main weights.
+        compute: Flat view of the same elements, shape ``(n,)``, in the dtype of the compute weights.
+        spans: For each holder, the first of its elements in the two views and the one after its last.
+    """
+
+    main: torch.Tensor
+    compute: torch.Tensor
+    spans: Sequence[tuple[int, int]]
+
+
 class Group(ABC):
     """One group of a unit, seen through its holders. Cheap to make; keeps the runtime's group alive while it lives.
 
@@ -58,6 +72,22 @@ class Group(ABC):
     @abstractmethod
     def materialized_buffers(self) -> tuple[torch.Tensor, ...]:
         """The flat tensors in which the materialized parameters may lie."""
+
+    def step_reaches_forward(self, position: int) -> bool:
+        """Whether what an optimizer writes to the resting parameter gets to the weights that forward reads."""
+        return True
+
+    def weights(self) -> Weights | None:
+        """What this rank has of the main weights and of the compute weights; ``None`` where the two are one."""
+        return None
+
+    def refresh(self) -> None:
+        """Let the runtime fill the compute weights from the main weights."""
+        raise NotImplementedError(f"{self.runtime} keeps no compute weights of their own.")
+
+    def refreshed_together(self) -> Sequence[Any]:
+        """The process groups whose ranks must call ``refresh`` together; none where it does not communicate."""
+        return ()
 
 
 class Runtime(ABC):

@@ -13,13 +13,14 @@ https://github.com/NVIDIA/Megatron-LM.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_guard.holders.base import Group, Runtime, require, unsupported
+from fsdp_guard.holders.base import Group, Runtime, Weights, require, unsupported
 
 _PACKAGES = ("megatron-fsdp", "megatron-core")
 
@@ -67,6 +68,38 @@ class _MfsdpV2Group(Group):
         self._unsharded = _flat(require(raw, "_unsharded_model_weight", *_PACKAGES))
         self._model = _flat(require(raw, "model_weight", *_PACKAGES))
 
+    def step_reaches_forward(self, position: int) -> bool:
+        """Whether the step hook of ``fully_shard_optimizer`` would find this group from the parameter."""
+        if self.raw.main_weight is self.raw.model_weight:
+            return True
+        # _mfsdp_parameter_group on each Parameter: the group itself (released layout) or a weak reference to it (main).
+        # Module.to() rebuilds DTensor parameters without it, even where nothing moves (torch 2.11 to 2.13, _apply).
+        mark = getattr(self.resting(position), "_mfsdp_parameter_group", None)
+        return (mark() if isinstance(mark, weakref.ref) else mark) is self.raw
+
+    def weights(self) -> Weights | None:
+        """Cut both buffers to the part of the group that this rank has of each."""
+        # FsdpParameterGroup.main_weight and model_weight (both layouts): one DBuffer where dtypes and placements
+        # agree. They share one layout, so an element has the same global offset in both.
+        main, model = self.raw.main_weight, self.raw.model_weight
+        if main is model:
+            return None
+        _wait_for(main)
+        _wait_for(model)
+        main_start, model_start = _offset(main), _offset(model)
+        start = max(main_start, model_start)
+        end = max(start, min(main_start + self._main.numel(), model_start + self._model.numel()))
+        return Weights(
+            self._main[start - main_start : end - main_start],
+            self._model[start - model_start : end - model_start],
+            [(min(max(a, start), end) - start, min(max(b, start), end) - start) for a, b in _spans(main)],
+        )
+
+    def refresh(self) -> None:
+        """Call the group's own refresh."""
+        # FsdpParameterGroup.sync_model_weight_from_main_weight: a public method in both layouts.
+        require(self.raw, "sync_model_weight_from_main_weight", *_PACKAGES)()
+
     def resting_buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._main,)
 
@@ -84,6 +117,15 @@ class _ReleasedGroup(_MfsdpV2Group):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def refreshed_together(self) -> Sequence[Any]:
+        """Where the placements differ, this layout's refresh gathers; main's only casts."""
+        main, model = self.raw.main_weight, self.raw.model_weight
+        if require(main, "placements", *_PACKAGES) == require(model, "placements", *_PACKAGES):
+            return ()
+        # DBuffer.mesh (both layouts): a torch DeviceMesh over the ranks that share the buffer.
+        groups: Sequence[Any] = require(main, "mesh", *_PACKAGES).get_all_groups()
+        return groups
 
     def names(self, position: int) -> tuple[str, ...]:
         return (self._names[position],)
@@ -116,6 +158,27 @@ class _MainGroup(_MfsdpV2Group):
     def materialized(self, position: int) -> nn.Parameter:
         parameter: nn.Parameter = require(self._parameters[position], "unsharded", *_PACKAGES)
         return parameter
+
+
+def _spans(dbuffer: Any) -> list[tuple[int, int]]:
+    # DBuffer.layout (both layouts): a GlobalLayout with the global offset and the shape of each parameter.
+    layout = require(dbuffer, "layout", *_PACKAGES)
+    offsets, shapes = require(layout, "tensor_to_offset", *_PACKAGES), require(layout, "tensor_shapes", *_PACKAGES)
+    return [(offset, offset + shape.numel()) for offset, shape in zip(offsets, shapes, strict=True)]
+
+
+def _offset(dbuffer: Any) -> int:
+    # DBuffer.offset (both layouts): global offset of local_buffer's first element.
+    offset: int = require(dbuffer, "offset", *_PACKAGES)
+    return offset
+
+
+def _wait_for(dbuffer: Any) -> None:
+    # DBuffer.allocation_stream (main layout): the stream that may still be writing the buffer; None on the CPU. The
+    # released layout writes its buffers on the current stream.
+    stream = getattr(dbuffer, "allocation_stream", None)
+    if stream is not None:
+        torch.cuda.current_stream(dbuffer.local_buffer.device).wait_stream(stream)
 
 
 def _flat(dbuffer: Any) -> torch.Tensor:

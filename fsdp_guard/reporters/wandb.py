@@ -20,8 +20,9 @@ _COLUMNS: list[str | int] = ["kind", "fqn", "runtime", "detail", "remedy", "even
 class WandbReporter:
     """Reports to a W&B run: two metrics at every event; at a divergence an alert, a table and summary keys as well.
 
-    - Metrics ``fsdp_guard/diverged`` (0 or 1) and ``fsdp_guard/divergences`` (how many). Those of a clean look join the
-      next row that the script logs, so they do not move the run's step; those of a divergence are a row of their own.
+    - Metrics ``fsdp_guard/diverged`` (0 or 1) and ``fsdp_guard/divergences`` (how many); also
+      ``fsdp_guard/refreshed`` where stale compute weights were refreshed. Those of a clean look join the next row that
+      the script logs, so they do not move the run's step; those of a divergence are a row of their own.
     - An alert of level ERROR with the title ``fsdp_guard: holder divergence``, whose text is the report.
     - Table ``fsdp_guard/table``: a row for each divergence.
     - Summary keys ``fsdp_guard/event``, ``fsdp_guard/rank``, ``fsdp_guard/kinds``, ``fsdp_guard/first_fqn``, of the
@@ -51,6 +52,8 @@ class WandbReporter:
             "fsdp_guard/diverged": int(bool(report.divergences)),
             "fsdp_guard/divergences": len(report.divergences),
         }
+        if report.refreshed:
+            metrics["fsdp_guard/refreshed"] = len(report.refreshed)
         if report.divergences:
             self._report_divergences(run, report, metrics)
         else:

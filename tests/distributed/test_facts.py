@@ -211,6 +211,33 @@ def test_converted_after_wrap(ranks: Ranks) -> None:
         assert "bfloat16" in report.divergences[0].detail
 
 
+def run_moved_after_wrap(dtype: torch.dtype, move: bool) -> tuple[fsdp_guard.Report, fsdp_guard.Report, list[float]]:
+    model = linear(dtype)
+    shard(model, main_grads_dtype=torch.float32)
+    if move:
+        model.to(DEVICE)
+    optimizer = sgd(model)
+    return fsdp_guard.inspect(model), fsdp_guard.inspect(model, optimizer), train(model, optimizer, 3)
+
+
+def test_move_that_moves_nothing_cuts_the_optimizer_off(ranks: Ranks) -> None:
+    """Lightning's ModelParallelStrategy does this after configure_model."""
+    for report, with_optimizer, losses in ranks(run_moved_after_wrap, torch.bfloat16, True):
+        assert losses == [STALE_LOSS] * 3, "the runtime no longer fails silently here: measure again"
+        assert report.ok, "an evaluation is none the worse for it"
+        (divergence,) = with_optimizer.divergences
+        assert (divergence.kind, divergence.fqn) == (Kind.OPTIMIZER_ORPHAN, "weight")
+        assert "model_to_device" in divergence.remedy
+
+
+@pytest.mark.parametrize(("dtype", "move"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_no_move_or_no_compute_weights_of_their_own(ranks: Ranks, dtype: torch.dtype, move: bool) -> None:
+    for report, with_optimizer, losses in ranks(run_moved_after_wrap, dtype, move):
+        assert len(set(losses)) == 3
+        assert report.ok
+        assert with_optimizer.ok, str(with_optimizer)
+
+
 def run_numbers_of_the_checkpoint() -> tuple[float, float]:
     model, loaded = linear(), linear()
     with torch.no_grad():

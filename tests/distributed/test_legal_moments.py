@@ -209,8 +209,13 @@ def run_optimizers() -> dict[str, fsdp_guard.Report]:
     rest = [parameter for parameter in model.parameters() if all(parameter is not p for p in head)]
     criterion = nn.Linear(4, 4, device=DEVICE)  # same shape as the model's embedding, and none of its business
     everything = torch.optim.Adam([*model.parameters(), *criterion.parameters()])
+    trunk = nn.Sequential(sharded_linear(), nn.Linear(4, 4, device=DEVICE))
+    head_alone = torch.optim.SGD([*trunk[1].parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
     other_model = torch.optim.SGD(nn.Linear(4, 4, device=DEVICE).parameters(), lr=0.1)
     split = [torch.optim.SGD(head, lr=0.1), torch.optim.AdamW(rest)]
+    # One parameter is left out, and said to be; nothing that is stepped instead of it can stand in its place.
+    (left_out,) = fsdp_guard.inspect(trunk, head_alone).divergences
+    assert left_out.kind is fsdp_guard.DivergenceKind.OPTIMIZER_MISSING
     return {
         "several optimizers": fsdp_guard.inspect(model, split),
         "a loss with parameters of its own": fsdp_guard.inspect(model, everything),

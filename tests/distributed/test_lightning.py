@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_fsdp import experimental
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,33 +25,52 @@ NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 needs_assign = pytest.mark.skipif(MAIN_LAYOUT, reason="main refuses assign=True itself")
 
 
-def make_module(pl: Any, hooks: dict[str, Callable[[Any], None]], sharded: bool = True) -> Any:
-    """A LightningModule that runs ``hooks`` where they are named, and counts its batches."""
+def make_module(
+    pl: Any, hooks: dict[str, Callable[[Any], None]], sharded: bool = True, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A LightningModule that runs ``hooks`` where they are named, and counts its batches.
+
+    fully_shard_optimizer, which mixed precision needs, refuses the closure that Lightning hands to ``step()``: bf16
+    goes with manual optimization and the bare optimizer, whose steps Lightning does not count.
+    """
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net: Any = None
             self.batches = 0
+            self.finished_batches = 0
+            self.automatic_optimization = dtype == torch.float32
 
         def configure_model(self) -> None:
             if self.net is None:
                 torch.manual_seed(0)
-                self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE)
+                self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE, dtype)
+                hooks.get("before_sharding", lambda module: None)(self)
                 if sharded:
-                    shard(self.net)
+                    shard(self.net, main_grads_dtype=torch.float32)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            # Not through fully_shard_optimizer: it refuses the closure that automatic optimization hands to step().
-            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+            trainable = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.SGD(trainable, lr=0.1, foreach=False)
+            if not self.automatic_optimization:
+                experimental.fully_shard_optimizer(optimizer)
+            return optimizer
 
         def step(self, batch: torch.Tensor) -> torch.Tensor:
             self.batches += 1
-            return self.net(batch).square().mean()
+            loss = self.net(batch.to(dtype)).square().mean()
+            self.finished_batches += 1
+            return loss
 
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             loss = self.step(batch)
             hooks.get("training_step", lambda module: None)(self)
+            if not self.automatic_optimization:
+                optimizer = self.optimizers(use_pl_optimizer=False)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
             return loss
 
         def validation_step(self, batch: torch.Tensor) -> None:
@@ -71,12 +91,20 @@ def make_module(pl: Any, hooks: dict[str, Callable[[Any], None]], sharded: bool 
     return Module()
 
 
-def make_trainer(pl: Any, folder: str, callbacks: list[Any], **options: Any) -> Any:
+def make_trainer(pl: Any, folder: str, callbacks: list[Any], moves: bool = True, **options: Any) -> Any:
     strategies = importlib.import_module(f"{pl.__name__}.strategies")
+
+    class Strategy(strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+        """Leaves the model where configure_model put it, as mixed precision needs."""
+
+        def model_to_device(self) -> None:
+            pass
+
+    strategy = strategies.ModelParallelStrategy if moves else Strategy
     defaults: dict[str, Any] = {
         "accelerator": "gpu" if DEVICE == "cuda" else "cpu",
         "devices": 2,
-        "strategy": strategies.ModelParallelStrategy(process_group_backend="gloo"),
+        "strategy": strategy(process_group_backend="gloo"),
         "default_root_dir": folder,
         "max_steps": 3,
         "logger": False,
@@ -101,6 +129,7 @@ class Outcome:
         self.error = ""
         self.report: Report | None = None
         self.batches = 0
+        self.finished_batches = 0
         self.hooks = 0
 
 
@@ -119,6 +148,7 @@ def run(
     hooks: dict[str, Callable[[Any], None]] | None = None,
     ckpt_path: str | None = None,
     sharded: bool = True,
+    dtype: torch.dtype = torch.float32,
     guard_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Outcome:
@@ -130,8 +160,8 @@ def run(
     def record(report: Report) -> None:
         outcome.events.append((report.event.value, report.ok))
 
-    module = make_module(pl, hooks or {}, sharded)
-    if call != "fit" and hooks:
+    module = make_module(pl, hooks or {}, sharded, dtype)
+    if hooks and "before" in hooks:
         module.configure_model()
         hooks["before"](module)
     guard = FsdpGuard(**{"reporters": [record], **(guard_options or {})})
@@ -147,6 +177,7 @@ def run(
     if options.get("enable_checkpointing") is None and call == "fit" and not outcome.error and ckpt_path is None:
         trainer.save_checkpoint(os.path.join(folder, "saved.ckpt"))
     outcome.batches = module.batches
+    outcome.finished_batches = module.finished_batches
     outcome.hooks = sum(len(m._load_state_dict_post_hooks) for m in module.modules())
     return outcome
 

@@ -246,6 +246,25 @@ def test_module_changed_after_wrap(ranks: Ranks, change: Callable[[Tower], None]
         assert found["changed"][0] == CHANGES[change]
 
 
+def run_load_after_deletion() -> list[tuple[str, list[str]]]:
+    seen: list[tuple[str, list[str]]] = []
+    model = tower(depth=1)
+    guard = fsdp_guard.Guard(
+        reporters=[lambda report: seen.append((report.event.value, [d.fqn for d in report.divergences]))],
+        on_divergence="warn",
+    )
+    with guard.watch(model):
+        state = model.state_dict()
+        del model.blocks[0].down
+        model.load_state_dict(state, strict=False)
+    return seen
+
+
+def test_load_of_the_whole_model_looks_at_it_as_it_is_now(ranks: Ranks) -> None:
+    for seen in ranks(run_load_after_deletion):
+        assert seen == [("load", ["blocks.0.down.weight", "blocks.0.down.bias"])]
+
+
 def run_tied_across_the_border() -> Named:
     """A head outside the unit is tied to the embedding inside it: the wrap takes the embedding away from it."""
     embed, head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)

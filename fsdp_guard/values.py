@@ -1,0 +1,156 @@
+"""Compare the weights that forward reads with those that the optimizer updates, bit for bit, and refresh them.
+
+A runtime with mixed precision keeps two buffers a group: *main weights*, which loads and the optimizer write, and
+*compute weights* of another dtype, which forward gathers from. This is the only part of the product that reads values.
+Groups whose two buffers are one cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_guard.holders import Binding, BoundGroup, Group, Weights, take_inventory
+from fsdp_guard.inputs import as_modules, named_roots
+
+_CHUNK_NUMEL = 8 * 1024 * 1024
+"""Elements compared at a time: 24 MiB of scratch with 2-byte compute weights, 40 MiB with 4-byte ones."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Stale(NamedTuple):
+    """A binding whose compute weights are not its main weights.
+
+    ``differing`` of the ``compared`` elements that this rank has of both differ.
+    """
+
+    group: Group
+    binding: Binding
+    differing: int
+    compared: int
+    main_dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    position: int
+
+
+def refresh(model: nn.Module | Sequence[nn.Module]) -> list[str]:
+    """Let the runtime refresh the compute weights of each group in which they are not the main weights.
+
+    Call it on every rank, after a load that wrote the main weights alone: for example after
+    ``load_state_dict(assign=False)`` into a bf16 model with fp32 main weights. Groups that are fresh are not touched.
+
+    Args:
+        model: The model, or a sequence of model chunks.
+
+    Returns:
+        FQNs of the parameters that were stale on this rank.
+
+    Raises:
+        TypeError: ``model`` holds something that is no module.
+        ValueError: ``model`` is an empty sequence.
+        UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
+    """
+    groups = take_inventory(named_roots(as_modules(model))).groups
+    stale = find_stale(groups)
+    refresh_stale(groups, stale)
+    return [found.binding.fqn for found in stale]
+
+
+def refresh_stale(groups: Iterable[BoundGroup], stale: Iterable[Stale]) -> None:
+    """Let the runtime refresh the groups in which something is stale, on this rank or on one it must refresh with."""
+    stale_groups = {id(found.group) for found in stale}
+    with torch.no_grad():
+        for group, _ in groups:
+            weights = group.weights()
+            if weights is not None and _agree(id(group) in stale_groups, weights, group.refreshed_together()):
+                group.refresh()
+
+
+def find_stale(groups: Iterable[BoundGroup]) -> list[Stale]:
+    """Return the bindings whose compute weights differ from the main weights cast to their dtype, in any bit.
+
+    Two NaNs are equal: which NaN a cast gives depends on the code path that it takes. Compares what this rank has of
+    both, so it communicates nothing whatever the placements; every main weight is compared on the rank that has it.
+    Takes less than 64 MiB of scratch, and synchronises once with each device that has compute weights of their own.
+    """
+    compared: list[tuple[BoundGroup, Weights]] = []
+    sums: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for bound in groups:
+            weights = bound.group.weights()
+            if weights is None:
+                continue
+            positions = sorted({binding.position for binding in bound.bindings})
+            for position, differing in _count_differing(weights, positions):
+                sums.setdefault(differing.device, []).append((len(compared), position, differing))
+            compared.append((bound, weights))
+        totals: dict[tuple[int, int], int] = {}
+        for entries in sums.values():
+            numbers = torch.stack([differing for _, _, differing in entries]).tolist()
+            for (group_number, position, _), count in zip(entries, numbers, strict=True):
+                totals[group_number, position] = totals.get((group_number, position), 0) + count
+    return [
+        Stale(
+            bound.group,
+            binding,
+            number,
+            weights.spans[binding.position][1] - weights.spans[binding.position][0],
+            weights.main.dtype,
+            weights.compute.dtype,
+        )
+        for group_number, (bound, weights) in enumerate(compared)
+        for binding in bound.bindings
+        if (number := totals.get((group_number, binding.position), 0))
+    ]
+
+
+def _count_differing(weights: Weights, positions: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield positions with numbers of differing elements, as tensors that are still on the device."""
+    for window in _windows(weights, positions):
+        start, end = window[0].start, window[-1].end
+        cast = weights.main[start:end].to(weights.compute.dtype)
+        compute = weights.compute[start:end]
+        bits = _BITS[compute.element_size()]
+        mask = cast.view(bits) != compute.view(bits)
+        # torch's CPU kernels cast a NaN to other bits in a vector than at its end (2.13); its CUDA kernels do not.
+        if not mask.is_cuda and mask.any():
+            mask &= ~(cast.isnan() & compute.isnan())
+        for piece in window:
+            yield piece.position, mask[piece.start - start : piece.end - start].sum()
+
+
+def _windows(weights: Weights, positions: Sequence[int]) -> Iterator[list[_Piece]]:
+    """Cut what is to be compared into runs of pieces, each run short enough for one chunk."""
+    pieces = sorted(
+        _Piece(start, min(start + _CHUNK_NUMEL, weights.spans[position][1]), position)
+        for position in positions
+        for start in range(*weights.spans[position], _CHUNK_NUMEL)
+    )
+    window: list[_Piece] = []
+    for piece in pieces:
+        if window and piece.end - window[0].start > _CHUNK_NUMEL:
+            yield window
+            window = []
+        window.append(piece)
+    if window:
+        yield window
+
+
+def _agree(stale: bool, weights: Weights, together: Sequence[Any]) -> bool:
+    """Return whether ``stale`` holds on any rank of the process groups; without any, on this one."""
+    if not together:
+        return stale
+    flag = torch.tensor([int(stale)], device=weights.main.device)
+    for process_group in together:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=process_group)
+    return bool(flag.item())

@@ -17,8 +17,11 @@ from torch import nn
 from fsdp_guard.holders import Binding, BoundGroup, Group, Weights, take_inventory
 from fsdp_guard.inputs import as_modules, named_roots
 
-_CHUNK_NUMEL = 8 * 1024 * 1024
-"""Elements compared at a time: 24 MiB of scratch with 2-byte compute weights, 40 MiB with 4-byte ones."""
+_SCRATCH_BYTES = 48 * 1024 * 1024
+"""Most that is allocated at a time: the main weights cast to the dtype of the compute weights, and a mask."""
+
+_PACKED_NUMEL = 64 * 1024
+"""Elements from which on counting them packed is worth its extra kernels."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -116,29 +119,51 @@ def find_stale(groups: Iterable[BoundGroup]) -> list[Stale]:
 
 def _count_differing(weights: Weights, positions: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield positions with numbers of differing elements, as tensors that are still on the device."""
-    for window in _windows(weights, positions):
-        start, end = window[0].start, window[-1].end
-        cast = weights.main[start:end].to(weights.compute.dtype)
-        compute = weights.compute[start:end]
-        bits = _BITS[compute.element_size()]
-        mask = cast.view(bits) != compute.view(bits)
+    chunk = max(1, _SCRATCH_BYTES // (weights.compute.element_size() + 1))
+    for window in _windows(weights, positions, chunk):
+        yield from _count_in(window, weights)
+
+
+def _count_in(window: Sequence[_Piece], weights: Weights) -> list[tuple[int, torch.Tensor]]:
+    first = window[0].start
+    cast = weights.main[first : window[-1].end].to(weights.compute.dtype)
+    bits = _BITS[cast.element_size()]
+    counts = []
+    for start, end, position in window:
+        ours, theirs = cast[start - first : end - first], weights.compute[start:end]
+        differs = ours.view(bits) != theirs.view(bits)
+        count = _count(differs)
         # torch's CPU kernels cast a NaN to other bits in a vector than at its end (2.13); its CUDA kernels do not.
-        if not mask.is_cuda and mask.any():
-            mask &= ~(cast.isnan() & compute.isnan())
-        for piece in window:
-            yield piece.position, mask[piece.start - start : piece.end - start].sum()
+        if not count.is_cuda and count:
+            count = _count(differs & ~(ours.isnan() & theirs.isnan()))
+        counts.append((position, count))
+    return counts
 
 
-def _windows(weights: Weights, positions: Sequence[int]) -> Iterator[list[_Piece]]:
-    """Cut what is to be compared into runs of pieces, each run short enough for one chunk."""
+def _count(mask: torch.Tensor) -> torch.Tensor:
+    """Return the number of true elements of ``mask``, which starts its storage, as a tensor of one element.
+
+    ``mask.sum()`` alone would first copy each element to 8 bytes. Here 8 of them are added as one integer, 128 times
+    at most, so that each sum stays within its byte; only those sums are copied.
+    """
+    rest = mask.numel() % (8 * 128)
+    packed = mask.numel() - rest
+    if packed < _PACKED_NUMEL:
+        return mask.sum()
+    count = mask[:packed].view(torch.int64).view(-1, 128).sum(dim=1).view(torch.uint8).sum()
+    return count + mask[packed:].sum() if rest else count
+
+
+def _windows(weights: Weights, positions: Sequence[int], chunk: int) -> Iterator[list[_Piece]]:
+    """Cut what is to be compared into runs of pieces, each run of ``chunk`` elements at most."""
     pieces = sorted(
-        _Piece(start, min(start + _CHUNK_NUMEL, weights.spans[position][1]), position)
+        _Piece(start, min(start + chunk, weights.spans[position][1]), position)
         for position in positions
-        for start in range(*weights.spans[position], _CHUNK_NUMEL)
+        for start in range(*weights.spans[position], chunk)
     )
     window: list[_Piece] = []
     for piece in pieces:
-        if window and piece.end - window[0].start > _CHUNK_NUMEL:
+        if window and piece.end - window[0].start > chunk:
             yield window
             window = []
         window.append(piece)

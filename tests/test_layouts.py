@@ -75,6 +75,35 @@ def test_unsharded_parameters_may_lie_in_either_buffer() -> None:
     assert found(fsdp_guard.inspect(model)) == [(Kind.DETACHED_STORAGE, "body.weight")]
 
 
+def stale_unit() -> Any:
+    model = tied_unit(torch.bfloat16)
+    with torch.no_grad():
+        model.body.weight.add_(1)
+    return model
+
+
+def test_refresh_puts_a_new_buffer_in_place() -> None:
+    model = stale_unit()
+    assert found(fsdp_guard.inspect(model, values=True)) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
+    assert fsdp_guard.refresh(model) == ["body.weight"]
+    assert fsdp_guard.inspect(model, values=True).ok
+    assert fsdp_guard.refresh(model) == []
+
+
+def test_guard_refreshes_on_request() -> None:
+    report = Guard(reporters=[], refresh_stale=True).check(stale_unit(), values=True)
+    assert report.ok
+    assert [d.fqn for d in report.refreshed] == ["body.weight"]
+
+
+def test_guard_says_what_a_refresh_left_stale() -> None:
+    model = stale_unit()
+    model.parameter_groups[0].sync_model_weight_from_main_weight = lambda: None
+    with pytest.raises(HolderDivergenceError) as raised:
+        Guard(reporters=[], refresh_stale=True).check(model, values=True)
+    assert found(raised.value.report) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
+
+
 @pytest.mark.parametrize("call", [lambda model: model.half(), lambda model: model.to("meta")], ids=["half", "meta"])
 def test_converted(call: Any) -> None:
     model = tied_unit()

@@ -80,18 +80,20 @@ class _MfsdpV2Group(Group):
     def weights(self) -> Weights | None:
         """Cut both buffers to the part of the group that this rank has of each."""
         # FsdpParameterGroup.main_weight and model_weight (both layouts): one DBuffer where dtypes and placements
-        # agree. They share one layout, so an element has the same global offset in both.
+        # agree. They share one layout, so an element has the same global offset in both. Read again here, since a
+        # refresh of the main layout puts a new DBuffer in model_weight's place.
         main, model = self.raw.main_weight, self.raw.model_weight
         if main is model:
             return None
         _wait_for(main)
         _wait_for(model)
+        main_flat, model_flat = _flat(main), _flat(model)
         main_start, model_start = _offset(main), _offset(model)
         start = max(main_start, model_start)
-        end = max(start, min(main_start + self._main.numel(), model_start + self._model.numel()))
+        end = max(start, min(main_start + main_flat.numel(), model_start + model_flat.numel()))
         return Weights(
-            self._main[start - main_start : end - main_start],
-            self._model[start - model_start : end - model_start],
+            main_flat[start - main_start : end - main_start],
+            model_flat[start - model_start : end - model_start],
             [(min(max(a, start), end) - start, min(max(b, start), end) - start) for a, b in _spans(main)],
         )
 

@@ -10,12 +10,18 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from fsdp_guard.demo.cpu import install_cuda_stand_ins
+
 WORLD_SIZE = 2
+BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= WORLD_SIZE else "gloo"
 TIMEOUT_S = 120
 
 
 class Ranks:
-    """A process group of two: gloo, on the GPU if there is one (NCCL refuses two ranks on one card), else the CPU.
+    """A process group of two: NCCL on two GPUs, gloo on one (NCCL refuses two ranks on one card) and on the CPU.
 
     Call it with a function of a test module; it runs on both ranks and the two results come back in rank order. A
     test that fails on a rank fails here with that rank's traceback. A rank that does not answer ends the group, and the
@@ -65,19 +71,17 @@ class Ranks:
 
 
 def _serve(rank: int, store: str, pipe: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from fsdp_guard.demo.cpu import install_cuda_stand_ins
-
     torch.set_num_threads(1)
-    # As torchrun would set them, for Lightning to join these processes instead of starting its own.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), TORCHELASTIC_RUN_ID="tests")
+    card = rank % max(1, torch.cuda.device_count())
+    # As torchrun would set them, for Lightning to join these processes instead of starting its own: two ranks of one
+    # node, or of two nodes where both must use the first card of theirs.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(card), GROUP_RANK=str(rank - card), WORLD_SIZE=str(WORLD_SIZE))
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     if torch.cuda.is_available():
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(card)
     else:
         install_cuda_stand_ins()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group(BACKEND, init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     while True:
         try:
             module, name, args = pipe.recv()

@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader
 
 from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import HolderDivergenceError, NoHoldersError, Report
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import BACKEND, Ranks
 from tests.mfsdp import DEVICE, MAIN_LAYOUT, shard
 from tests.wandb_file import read_run
+
+CLUSTER = {"devices": 1, "num_nodes": 2} if torch.cuda.device_count() == 1 else {"devices": 2}
+"""One card is both ranks' first, so to Lightning they are two nodes of one card each."""
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -103,8 +106,8 @@ def make_trainer(pl: Any, folder: str, callbacks: list[Any], moves: bool = True,
     strategy = strategies.ModelParallelStrategy if moves else Strategy
     defaults: dict[str, Any] = {
         "accelerator": "gpu" if DEVICE == "cuda" else "cpu",
-        "devices": 2,
-        "strategy": strategy(process_group_backend="gloo"),
+        **CLUSTER,
+        "strategy": strategy(process_group_backend=BACKEND),
         "default_root_dir": folder,
         "max_steps": 3,
         "logger": False,
@@ -264,7 +267,7 @@ class SaveTwice:
 
 
 def run_save(folder: str) -> Outcome:
-    return run(NAMESPACES[0], folder, hooks={"training_step": SaveTwice(folder)}, num_sanity_val_steps=0)
+    return run(NAMESPACES[0], folder, hooks={"training_step": SaveTwice(folder)}, limit_val_batches=0)
 
 
 def test_diverged_run_overwrites_no_good_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -329,7 +332,7 @@ def run_without_runtime(folder: str) -> tuple[Outcome, Outcome]:
 def plain() -> dict[str, Any]:
     from lightning.pytorch.strategies import DDPStrategy
 
-    return {"strategy": DDPStrategy(process_group_backend="gloo")}
+    return {"strategy": DDPStrategy(process_group_backend=BACKEND)}
 
 
 def test_model_without_a_runtime(ranks: Ranks, tmp_path: Path) -> None:

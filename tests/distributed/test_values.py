@@ -174,8 +174,9 @@ def bf16_tower() -> Tower:
 
 
 def run_counts(chunk: int) -> tuple[list[tuple[str, str]], int]:
-    """Change single elements of the main weights, in the first and the last row, and count."""
-    fsdp_guard.values._CHUNK_NUMEL = chunk
+    """Change single elements of the main weights, in the first and the last row, and count ``chunk`` at a time."""
+    scratch = fsdp_guard.values._SCRATCH_BYTES
+    fsdp_guard.values._SCRATCH_BYTES = 3 * chunk
     model = bf16_tower()
     with torch.no_grad():
         for name in ("up.weight", "down.bias"):
@@ -184,7 +185,7 @@ def run_counts(chunk: int) -> tuple[list[tuple[str, str]], int]:
                 local.view(-1)[0] += 1
                 local.view(-1)[-1] += 1
     report = fsdp_guard.inspect(model, values=True)
-    fsdp_guard.values._CHUNK_NUMEL = 8 * 1024 * 1024
+    fsdp_guard.values._SCRATCH_BYTES = scratch
     return [(d.fqn, d.detail) for d in report.divergences], report.parameters_checked
 
 
@@ -213,8 +214,9 @@ def run_special_values() -> dict[str, list[str]]:
     ]:
         model = sharded_linear(BF16)
         (group,) = model.parameter_groups
+        group.main_weight.local_buffer.fill_(compute)
+        group.model_weight.local_buffer.copy_(group.main_weight.local_buffer)
         group.main_weight.local_buffer.fill_(main)
-        group.model_weight.local_buffer.fill_(compute)
         found[name] = stale(fsdp_guard.inspect(model, values=True))
     return found
 
@@ -233,9 +235,10 @@ def run_nans_of_every_kind() -> list[str]:
     bits = torch.arange(0x7F800001, 0x7F800001 + group.main_weight.local_buffer.numel(), dtype=torch.int32)
     group.main_weight.local_buffer.copy_(bits.view(torch.float32))
     group.sync_model_weight_from_main_weight()
-    fsdp_guard.values._CHUNK_NUMEL = 5
+    scratch = fsdp_guard.values._SCRATCH_BYTES
+    fsdp_guard.values._SCRATCH_BYTES = 15
     found = stale(fsdp_guard.inspect(model, values=True))
-    fsdp_guard.values._CHUNK_NUMEL = 8 * 1024 * 1024
+    fsdp_guard.values._SCRATCH_BYTES = scratch
     return found
 
 

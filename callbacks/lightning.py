@@ -37,8 +37,8 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
 
     Looks when the fit starts, before sanity checking, when training starts, after each load, before the first forward
     and the first optimizer step after it, and before each checkpoint is written; when validation, testing or
-    predicting starts on its own, likewise. It has no hook on batches. Works under ``lightning.pytorch`` and
-    ``pytorch_lightning``, at any position among the callbacks.
+    predicting starts on its own, likewise. It has no hook on batches. What one rank finds, all ranks raise. Works under
+    ``lightning.pytorch`` and ``pytorch_lightning``, at any position among the callbacks.
 
     W&B: reports to the run of the Trainer's ``WandbLogger`` if it has one, else to the active ``wandb.run``, else to
     the log alone.
@@ -51,9 +51,12 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
         reporters: Callables that take a report, instead of the one that reports to W&B.
         finish_run: Finish the W&B run with exit code 1 before raising, so that its alert outlives the process.
             Not used when ``reporters`` is given.
+        agree_timeout_s: Longest wait for the other ranks at those points, in seconds; after it, this rank goes on with
+            its own verdict.
+        acknowledge_timeout_s: Longest wait before raising for the rank that reports to W&B to have done so, in seconds.
 
     Raises:
-        ValueError: ``on_divergence`` is none of the above.
+        ValueError: ``on_divergence`` is none of the above, or a timeout is not positive.
 
     Example::
 
@@ -68,6 +71,8 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
         refresh_stale: bool = False,
         reporters: Sequence[Reporter] | None = None,
         finish_run: bool = True,
+        agree_timeout_s: float = 60.0,
+        acknowledge_timeout_s: float = 10.0,
     ) -> None:
         super().__init__()
         if reporters is None:
@@ -77,6 +82,8 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
             on_divergence=on_divergence,
             require_holders=require_holders,
             refresh_stale=refresh_stale,
+            agree_timeout_s=agree_timeout_s,
+            acknowledge_timeout_s=acknowledge_timeout_s,
         )
         self._trainer: Any = None
 

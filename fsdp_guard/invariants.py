@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -106,17 +106,22 @@ def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Eve
         if optimizers and holders.bindings:
             divergences += _check_optimizers(optimizers, inventory, holders)
     stale, refreshed = _check_values(inventory.groups, values)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Report(
-        divergences=tuple(divergences if values.pending else divergences + stale),
+        divergences=_found_on(rank, divergences if values.pending else divergences + stale),
         parameters_checked=sum(len(bindings) for _, bindings in inventory.groups),
         parameters_unclaimed=len(inventory.outside),
         runtimes=inventory.runtimes,
         event=event,
-        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        rank=rank,
         elapsed_s=time.perf_counter() - started,
-        pending=tuple(stale if values.pending else ()),
-        refreshed=tuple(refreshed),
+        pending=_found_on(rank, stale if values.pending else []),
+        refreshed=_found_on(rank, refreshed),
     )
+
+
+def _found_on(rank: int, divergences: Sequence[Divergence]) -> tuple[Divergence, ...]:
+    return tuple(replace(divergence, rank=rank) for divergence in divergences)
 
 
 def _check_values(groups: Sequence[BoundGroup], values: Values) -> tuple[list[Divergence], list[Divergence]]:

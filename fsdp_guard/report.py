@@ -103,6 +103,7 @@ class Divergence:
         runtime: Name of the sharding runtime that holds the parameter, for example ``"mfsdp_v2"``.
         detail: What was seen against what was expected: types, dtypes, shapes, object ids as hex. Never values.
         remedy: One sentence that says what to do.
+        rank: Rank of the process that found it, 0 without a process group.
     """
 
     kind: DivergenceKind
@@ -110,6 +111,7 @@ class Divergence:
     runtime: str
     detail: str
     remedy: str
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class Report:
     """The outcome of one check. ``str(report)`` is the message that people read.
 
     Args:
-        divergences: Everything that broke an invariant, in the order of the module tree, optimizers last.
+        divergences: Everything that broke an invariant, in the order of the module tree, optimizers last; then what
+            other ranks have found.
         parameters_checked: Number of bindings (one name of one parameter) that were compared with their holder.
         parameters_unclaimed: Number of parameters outside every sharded module: no runtime claims them, nothing was
             compared, nothing is wrong with them.
@@ -128,6 +131,7 @@ class Report:
         pending: Compute weights that a load left stale: a divergence if nothing refreshes them before the first
             forward, which looks again.
         refreshed: Compute weights that were stale until the guard let the runtime refresh them.
+        omitted: Number of further divergences on other ranks, which ``divergences`` does not list.
     """
 
     divergences: tuple[Divergence, ...] = ()
@@ -139,6 +143,12 @@ class Report:
     elapsed_s: float = 0.0
     pending: tuple[Divergence, ...] = ()
     refreshed: tuple[Divergence, ...] = ()
+    omitted: int = 0
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Ranks that found a divergence, sorted; of many at once, the first few that were heard of."""
+        return tuple(sorted({d.rank for d in self.divergences}))
 
     @property
     def ok(self) -> bool:
@@ -149,6 +159,7 @@ class Report:
         """Return the report as plain strings, numbers, lists and dicts, ready for JSON."""
         report = asdict(self)
         report["ok"] = self.ok
+        report["failed_ranks"] = list(self.failed_ranks)
         report["event"] = self.event.value
         report["runtimes"] = list(self.runtimes)
         for field in ("divergences", "pending", "refreshed"):
@@ -157,10 +168,12 @@ class Report:
 
     def __str__(self) -> str:
         where = f"at event '{self.event}' on rank {self.rank}"
+        if self.failed_ranks not in ((), (self.rank,)):
+            where = f"on {_ranks(self.failed_ranks)}, said {where}"
         scope = f"{_count(self.parameters_checked, 'parameter')} checked, runtime {', '.join(self.runtimes) or 'none'}"
         if self.divergences:
-            count = _count(len(self.divergences), "holder divergence")
-            return "\n\n".join([f"fsdp_guard: {count} {where} ({scope}).", *_explain_all(self.divergences)])
+            count = _count(len(self.divergences) + self.omitted, "holder divergence")
+            return "\n\n".join([f"fsdp_guard: {count} {where} ({scope}).", *_explain_all(self.divergences, self.rank)])
         if not self.parameters_checked:
             return (
                 f"fsdp_guard: nothing was checked {where}: no sharding runtime that fsdp_guard knows manages this "
@@ -171,26 +184,34 @@ class Report:
             head += " Compute weights must still be refreshed before the first forward."
         if self.refreshed:
             head += " Stale compute weights were refreshed."
-        return "\n\n".join([head, *_explain_all((*self.pending, *self.refreshed))])
+        return "\n\n".join([head, *_explain_all((*self.pending, *self.refreshed), self.rank)])
 
 
-def _explain_all(divergences: Sequence[Divergence]) -> list[str]:
+def _explain_all(divergences: Sequence[Divergence], rank: int) -> list[str]:
     kinds = dict.fromkeys(d.kind for d in divergences)
-    return [_explain(kind, [d for d in divergences if d.kind is kind]) for kind in kinds]
+    return [_explain(kind, [d for d in divergences if d.kind is kind], rank) for kind in kinds]
 
 
-def _explain(kind: DivergenceKind, divergences: Sequence[Divergence]) -> str:
-    lines = [f"{kind} ({_count(len(divergences), 'parameter')})"]
-    for divergence in divergences[:_FQNS_SHOWN]:
-        lines += [f"  {divergence.fqn}", _wrap("    ", divergence.detail)]
-    if len(divergences) > _FQNS_SHOWN:
-        lines.append(f"  ... and {len(divergences) - _FQNS_SHOWN} more")
+def _explain(kind: DivergenceKind, divergences: Sequence[Divergence], rank: int) -> str:
+    by_fqn: dict[str, list[Divergence]] = {}
+    for divergence in divergences:
+        by_fqn.setdefault(divergence.fqn, []).append(divergence)
+    lines = [f"{kind} ({_count(len(by_fqn), 'parameter')})"]
+    for fqn, same in list(by_fqn.items())[:_FQNS_SHOWN]:
+        ranks = sorted({d.rank for d in same})
+        lines += [f"  {fqn}" if ranks == [rank] else f"  {fqn} ({_ranks(ranks)})", _wrap("    ", same[0].detail)]
+    if len(by_fqn) > _FQNS_SHOWN:
+        lines.append(f"  ... and {len(by_fqn) - _FQNS_SHOWN} more")
     remedies = dict.fromkeys(d.remedy for d in divergences)
     return "\n".join([*lines, _wrap("  Cause: ", kind.cause), *(_wrap("  Do this: ", remedy) for remedy in remedies)])
 
 
 def _wrap(label: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _count(number: int, noun: str) -> str:

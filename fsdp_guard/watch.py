@@ -57,6 +57,11 @@ class Watch:
         """Whether anything that is watched still exists."""
         return any(ref() is not None for _, ref in self._roots)
 
+    @property
+    def armed(self) -> bool:
+        """Whether a first forward or a first step is still due."""
+        return len(self._open_gates) < len(self._gates)
+
     def remove(self) -> None:
         """Take away every hook."""
         for gate in self._gates:

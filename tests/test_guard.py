@@ -38,7 +38,7 @@ def diverged() -> nn.Module:
 
 
 def divergence(kind: DivergenceKind, fqn: str) -> Divergence:
-    return Divergence(kind, fqn, "mfsdp_v2", f"what was seen of {fqn}", f"what to do about {kind}")
+    return Divergence(kind, fqn, "mfsdp_v2", f"what was seen of {fqn}", f"what to do about {kind}", rank=3)
 
 
 def test_message_names_count_parameters_cause_and_remedy() -> None:
@@ -73,7 +73,7 @@ def test_report_is_plain_data() -> None:
     assert data["ok"] is False
     assert (data["event"], data["runtimes"], data["parameters_checked"]) == ("call", ["mfsdp_v2"], 2)
     (found,) = data["divergences"]
-    assert set(found) == {"kind", "fqn", "runtime", "detail", "remedy"}
+    assert set(found) == {"kind", "fqn", "runtime", "detail", "remedy", "rank"}
     assert (found["kind"], found["fqn"]) == ("replaced_parameter", "weight")
     assert "Parameter float32 (4,4) 0x" in found["detail"]
     assert data["elapsed_s"] > 0

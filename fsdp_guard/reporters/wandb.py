@@ -25,8 +25,10 @@ class WandbReporter:
       the script logs, so they do not move the run's step; those of a divergence are a row of their own.
     - An alert of level ERROR with the title ``fsdp_guard: holder divergence``, whose text is the report.
     - Table ``fsdp_guard/table``: a row for each divergence.
-    - Summary keys ``fsdp_guard/event``, ``fsdp_guard/rank``, ``fsdp_guard/kinds``, ``fsdp_guard/first_fqn``, of the
+    - Summary keys ``fsdp_guard/event``, ``fsdp_guard/ranks``, ``fsdp_guard/kinds``, ``fsdp_guard/first_fqn``, of the
       last divergence; a run without them had none.
+
+    A divergence of another rank is reported like one of this rank: it is enough that one rank has a run.
 
     Nothing of a tensor but its name, shape and dtype leaves the process.
 
@@ -50,7 +52,7 @@ class WandbReporter:
             return
         metrics = {
             "fsdp_guard/diverged": int(bool(report.divergences)),
-            "fsdp_guard/divergences": len(report.divergences),
+            "fsdp_guard/divergences": len(report.divergences) + report.omitted,
         }
         if report.refreshed:
             metrics["fsdp_guard/refreshed"] = len(report.refreshed)
@@ -69,11 +71,15 @@ class WandbReporter:
         run.summary.update(
             {
                 "fsdp_guard/event": report.event.value,
-                "fsdp_guard/rank": report.rank,
+                "fsdp_guard/ranks": list(report.failed_ranks),
                 "fsdp_guard/kinds": sorted({d.kind.value for d in report.divergences}),
                 "fsdp_guard/first_fqn": report.divergences[0].fqn,
             }
         )
+
+    def is_reporting(self) -> bool:
+        """Whether there is a run, so that other ranks may leave it to this one to report."""
+        return self._find_run() is not None
 
     def before_raise(self, report: Report) -> None:
         """Finish the run, so that the alert outlives the process."""
@@ -93,4 +99,4 @@ class WandbReporter:
 
 def _row(report: Report, divergence: Divergence) -> list[str | int]:
     d = divergence
-    return [d.kind.value, d.fqn, d.runtime, d.detail, d.remedy, report.event.value, report.rank]
+    return [d.kind.value, d.fqn, d.runtime, d.detail, d.remedy, report.event.value, d.rank]

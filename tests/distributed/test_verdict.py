@@ -284,19 +284,19 @@ def die(*args: Any) -> Any:
 
 
 def run_killed(victim: int, when: str) -> tuple[list[Raised | None], float, list[str]]:
-    model, guard = sharded_linear(), Guard(reporters=[], agree_timeout_s=2.0)
-    guard.check(model)
-    is_victim = dist.get_rank() == victim
-    if is_victim and when == "before voting":
-        die()
-    if is_victim and when == "while voting":
-        arrive = Verdicts._arrive
-        Verdicts._arrive = lambda self: die(arrive(self))  # type: ignore[method-assign]
-    if is_victim and when == "while failing":  # it has told the others already
-        diverge(model)
-        Verdicts._hear = die  # type: ignore[method-assign]
-    started = time.monotonic()
-    with warnings() as messages:
+    with warnings() as messages:  # from the first check on: a rank that dies right after it may take the store along
+        model, guard = sharded_linear(), Guard(reporters=[], agree_timeout_s=2.0)
+        guard.check(model)
+        is_victim = dist.get_rank() == victim
+        if is_victim and when == "before voting":
+            die()
+        if is_victim and when == "while voting":
+            arrive = Verdicts._arrive
+            Verdicts._arrive = lambda self: die(arrive(self))  # type: ignore[method-assign]
+        if is_victim and when == "while failing":  # it has told the others already
+            diverge(model)
+            Verdicts._hear = die  # type: ignore[method-assign]
+        started = time.monotonic()
         outcomes = [raised(guard.check, model)]
         if is_victim:
             die()

@@ -171,13 +171,13 @@ class Verdicts:
         # Ranks that do the same thing look equally often: by this, each knows what it has failed at together with
         # others, and does not raise again when it hears of them later.
         look = f"{report.event}/{self._looks[report.event]}"
+        following = self._round + 1
         index = self._store.add("failures", 1) - 1
         self._own.add(index)
         self._raised.add(look)
         self._awaited = index
-        self._store.set(f"failure/{index}", _encode(report, look, self._round + 1 if collective else 0))
+        self._store.set(f"failure/{index}", _encode(report, look, following if collective else 0))
         # Let those pass who wait, or will wait, at the next point of agreement: they hear of this right after it.
-        following = self._round + 1
         if collective:
             self._arrive()
         self._store.set(f"round/{following}/open", "")

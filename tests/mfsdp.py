@@ -32,12 +32,20 @@ def mesh() -> DeviceMesh:
     return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def shard(*units: nn.Module, package: Any = experimental, main_grads_dtype: torch.dtype | None = None) -> None:
-    """``fully_shard`` the modules in the given order (inner ones first), with everything sharded over two ranks."""
+def shard(
+    *units: nn.Module,
+    package: Any = experimental,
+    main_grads_dtype: torch.dtype | None = None,
+    over: DeviceMesh | None = None,
+) -> None:
+    """``fully_shard`` the modules in the given order (inner ones first), with everything sharded over ``over``.
+
+    Default: over all ranks.
+    """
     flat: Any = Shard(0) if MAIN_LAYOUT else package.Flat()
     placements = package.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat])
     policy = MixedPrecisionPolicy(main_grads_dtype=main_grads_dtype)
-    shard_as(placements, mesh(), *units, package=package, policy=policy)
+    shard_as(placements, mesh() if over is None else over, *units, package=package, policy=policy)
 
 
 def shard_as(
@@ -65,6 +73,11 @@ def sharded_linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     model = linear(dtype)
     shard(model)
     return model
+
+
+def replace_parameter(module: nn.Module, name: str = "weight") -> None:
+    """Put an equal parameter in the place of one, which no runtime holds then."""
+    setattr(module, name, nn.Parameter(getattr(module, name).detach().clone()))
 
 
 def checkpoint() -> dict[str, torch.Tensor]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import wandb
-from megatron_fsdp import experimental
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_guard
 from fsdp_guard.demo.cpu import install_cuda_stand_ins
 from tests.distributed.ranks import BACKEND
-from tests.mfsdp import DEVICE, MAIN_LAYOUT, checkpoint, linear, sgd, shard_as, sharded_linear, train
+from tests.mfsdp import DEVICE, checkpoint, linear, replace_parameter, sgd, shard, sharded_linear, train
 
 
 def data_parallel(guard: fsdp_guard.Guard, is_failing: bool) -> list[float]:
@@ -25,7 +22,7 @@ def data_parallel(guard: fsdp_guard.Guard, is_failing: bool) -> list[float]:
     optimizer, state = sgd(model), checkpoint()
     guard.watch(model, optimizer)
     if is_failing:
-        model.weight = nn.Parameter(model.weight.detach().clone())
+        replace_parameter(model)
     model.load_state_dict(state)
     return train(model, optimizer)
 
@@ -35,12 +32,11 @@ def pipeline(guard: fsdp_guard.Guard, is_failing: bool) -> list[float]:
     stage = dist.get_rank()
     model = linear()
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
-    flat: Any = torch.distributed.tensor.Shard(0) if MAIN_LAYOUT else experimental.Flat()
-    shard_as(experimental.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat]), mesh, model)
+    shard(model, over=mesh)
     optimizer = sgd(model)
     guard.watch(model, optimizer)
     if is_failing:
-        model.weight = nn.Parameter(model.weight.detach().clone())
+        replace_parameter(model)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from fsdp_guard import Guard, HolderDivergenceError
 from fsdp_guard.reporters.wandb import ALERT_TITLE
 from tests import main_layout
 from tests.distributed.ranks import free_port
+from tests.mfsdp import replace_parameter
 from tests.wandb_file import read_run
 
 SECONDS = 60
@@ -68,7 +69,7 @@ def spawned(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = main_layout.fully_shard(nn.Linear(4, 4))
     if rank == 1:
-        model.weight = nn.Parameter(model.weight.detach().clone())
+        replace_parameter(model)
     try:
         Guard(reporters=[]).check(model)
     except HolderDivergenceError as error:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import HolderDivergenceError, NoHoldersError, Report
 from tests.distributed.ranks import BACKEND, Ranks
-from tests.mfsdp import DEVICE, MAIN_LAYOUT, shard
+from tests.mfsdp import DEVICE, MAIN_LAYOUT, replace_parameter, shard
 from tests.wandb_file import read_run
 
 CLUSTER = {"devices": 1, "num_nodes": 2} if torch.cuda.device_count() == 1 else {"devices": 2}
@@ -141,7 +141,7 @@ def assign(module: Any) -> None:
 
 
 def set_weight(module: Any) -> None:
-    module.net[0].weight = nn.Parameter(module.net[0].weight.detach().clone())
+    replace_parameter(module.net[0])
 
 
 def run(

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import fsdp_guard
 from fsdp_guard import DivergenceKind as Kind
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import DEVICE, MAIN_LAYOUT, Block, Tower, shard, sharded_linear, tower
+from tests.mfsdp import DEVICE, MAIN_LAYOUT, Block, Tower, replace_parameter, shard, sharded_linear, tower
 
 Named = dict[str, tuple[list[tuple[Kind, str]], int]]
 
@@ -26,15 +26,11 @@ def named(report: fsdp_guard.Report) -> tuple[list[tuple[Kind, str]], int]:
     return [(divergence.kind, divergence.fqn) for divergence in report.divergences], report.parameters_checked
 
 
-def replace(module: nn.Module, name: str = "weight") -> None:
-    setattr(module, name, nn.Parameter(getattr(module, name).detach().clone()))
-
-
 def run_nested_units() -> Named:
     model = tower(depth=2)
     clean = fsdp_guard.inspect(model)
-    replace(model.blocks[1].down, "bias")
-    replace(model.head)
+    replace_parameter(model.blocks[1].down, "bias")
+    replace_parameter(model.head)
     return {
         "clean": named(clean),
         "whole": named(fsdp_guard.inspect(model)),
@@ -59,7 +55,7 @@ def run_several_groups() -> tuple[int, Named]:
     model.embed.requires_grad_(False)
     shard(model)
     clean = fsdp_guard.inspect(model)
-    replace(model.blocks[0].up)
+    replace_parameter(model.blocks[0].up)
     frozen = nn.Parameter(model.embed.weight.detach().clone(), requires_grad=False)
     model.embed.weight = frozen
     return len(model.parameter_groups), {"clean": named(clean), "replaced": named(fsdp_guard.inspect(model))}
@@ -109,7 +105,7 @@ def run_wrapped(wrap: Callable[[Tower], nn.Module], when: str) -> Named:
         shard(*bare, model)
         wrapper = wrap(model)
     clean = fsdp_guard.inspect(wrapper)
-    replace(bare[1].down)
+    replace_parameter(bare[1].down)
     return {"clean": named(clean), "replaced": named(fsdp_guard.inspect(wrapper))}
 
 
@@ -165,7 +161,7 @@ def test_leaf_wrapped_after_the_unit_breaks_the_runtime_and_is_caught(ranks: Ran
 def run_chunks() -> Named:
     chunks = [sharded_linear(), sharded_linear()]
     clean = fsdp_guard.inspect(chunks)
-    replace(chunks[1])
+    replace_parameter(chunks[1])
     return {"clean": named(clean), "replaced": named(fsdp_guard.inspect(tuple(chunks)))}
 
 
@@ -292,7 +288,7 @@ def run_shared_module() -> Named:
     model = Shared().to(DEVICE)
     shard(model)
     clean = fsdp_guard.inspect(model)
-    replace(model.again)
+    replace_parameter(model.again)
     return {"clean": named(clean), "replaced": named(fsdp_guard.inspect(model))}
 
 
@@ -318,7 +314,7 @@ def run_import_path_of_megatron_core() -> tuple[str, Named]:
     model = nn.Linear(4, 4, bias=False, device=DEVICE)
     shard(model, package=experimental)
     clean = fsdp_guard.inspect(model)
-    replace(model)
+    replace_parameter(model)
     unit_class = next(cls for cls in type(model).__mro__ if cls.__name__ == "FsdpModule")
     return unit_class.__module__, {"clean": named(clean), "replaced": named(fsdp_guard.inspect(model))}
 

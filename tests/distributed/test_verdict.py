@@ -23,7 +23,7 @@ from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard.verdict import Verdicts
 from tests import main_layout
 from tests.distributed.ranks import Ranks, free_port
-from tests.mfsdp import checkpoint, loss, sharded_linear
+from tests.mfsdp import checkpoint, loss, replace_parameter, sharded_linear
 
 SECONDS = 20
 """More than anything but a time-out takes here."""
@@ -32,29 +32,29 @@ Raised = tuple[str, tuple[int, ...], int]
 """Event, ranks that failed as far as this rank has heard, divergences."""
 
 
-def raised(function: Callable[..., Any], *args: Any, **options: Any) -> Raised | None:
+def caught(function: Callable[..., Any], *args: Any, **options: Any) -> Report | None:
     try:
         function(*args, **options)
     except HolderDivergenceError as error:
-        return error.report.event.value, error.report.failed_ranks, len(error.report.divergences)
+        return error.report
     return None
 
 
-def diverge(model: nn.Module) -> None:
-    model.weight = nn.Parameter(model.weight.detach().clone())
+def summed_up(report: Report | None) -> Raised | None:
+    return None if report is None else (report.event.value, report.failed_ranks, len(report.divergences))
+
+
+def raised(function: Callable[..., Any], *args: Any, **options: Any) -> Raised | None:
+    return summed_up(caught(function, *args, **options))
 
 
 def run_check(failing: list[int]) -> tuple[Raised | None, str, float]:
     model = sharded_linear()
     if dist.get_rank() in failing:
-        diverge(model)
-    guard, message, started = Guard(reporters=[]), "", time.monotonic()
-    try:
-        guard.check(model)
-    except HolderDivergenceError as error:
-        message = str(error)
-        return ("call", error.report.failed_ranks, len(error.report.divergences)), message, time.monotonic() - started
-    return None, message, time.monotonic() - started
+        replace_parameter(model)
+    started = time.monotonic()
+    report = caught(Guard(reporters=[]).check, model)
+    return summed_up(report), str(report or ""), time.monotonic() - started
 
 
 @pytest.mark.parametrize("which", ["first", "last", "two at once"])
@@ -84,7 +84,7 @@ def run_many_checks(rounds: int) -> list[tuple[int, ...]]:
         model = sharded_linear()
         failing = number % (dist.get_world_size() + 1)
         if dist.get_rank() == failing:
-            diverge(model)
+            replace_parameter(model)
         outcome = raised(guard.check, model)
         heard.append(outcome[1] if outcome else ())
     return heard
@@ -109,19 +109,17 @@ def test_a_hundred_runs_in_a_row() -> None:
             assert outcomes == [None] * 8
 
 
-class LateRank:
-    """Makes the rank of that number come later than the others."""
-
-    def __init__(self, rank: int, seconds: float) -> None:
-        if dist.get_rank() == rank:
-            time.sleep(seconds)
+def be_late(rank: int, seconds: float) -> None:
+    """Make the rank of that number come later than the others."""
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
 
 
 def run_nobody_passes_early() -> float:
     model, guard = sharded_linear(), Guard(reporters=[])
     guard.check(model)
     started = time.monotonic()
-    LateRank(dist.get_world_size() - 1, 1.0)
+    be_late(dist.get_world_size() - 1, 1.0)
     guard.check(model)
     return time.monotonic() - started
 
@@ -170,7 +168,7 @@ def run_with(on_divergence: Any) -> tuple[bool, list[tuple[int, ...]]]:
     seen: list[tuple[int, ...]] = []
     model = sharded_linear()
     if dist.get_rank() == 1:
-        diverge(model)
+        replace_parameter(model)
     guard = Guard(reporters=[lambda report: seen.append(report.failed_ranks)], on_divergence=on_divergence)
     return guard.check(model).ok, seen
 
@@ -202,7 +200,7 @@ def run_check_on_one_rank(collective: bool) -> tuple[float, list[str]]:
     seconds = time.monotonic() - started
     if collective:
         dist.barrier()
-        LateRank(0, 0.5)
+        be_late(0, 0.5)
         # The late ones arrive where rank 0 has been already.
         assert guard.check(model).ok if dist.get_rank() else True
     return seconds, messages
@@ -231,7 +229,7 @@ def run_month(rounds: int) -> tuple[int, int]:
     for number in range(rounds):
         model = sharded_linear()
         if number % 10 == 0 and dist.get_rank() == 1:
-            diverge(model)
+            replace_parameter(model)
         guard.check(model)
         if number in (rounds // 2, rounds - 1):
             dist.barrier()
@@ -251,7 +249,7 @@ def run_two_guards() -> list[Raised | None]:
     first, second = sharded_linear(), sharded_linear()
     one, other = Guard(reporters=[]), Guard(reporters=[])
     if dist.get_rank() == 0:
-        diverge(second)
+        replace_parameter(second)
     return [raised(one.check, first), raised(other.check, second), raised(one.check, first)]
 
 
@@ -269,7 +267,7 @@ def run_group_made_anew(port: int) -> tuple[bool, Raised | None]:
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     model = sharded_linear()
     if rank == 1:
-        diverge(model)
+        replace_parameter(model)
     return before, raised(guard.check, model)
 
 
@@ -294,7 +292,7 @@ def run_killed(victim: int, when: str) -> tuple[list[Raised | None], float, list
             arrive = Verdicts._arrive
             Verdicts._arrive = lambda self: die(arrive(self))  # type: ignore[method-assign]
         if is_victim and when == "while failing":  # it has told the others already
-            diverge(model)
+            replace_parameter(model)
             Verdicts._hear = die  # type: ignore[method-assign]
         started = time.monotonic()
         outcomes = [raised(guard.check, model)]

@@ -29,6 +29,7 @@ from tests.mfsdp import (
     checkpoint,
     linear,
     loss,
+    replace_parameter,
     sgd,
     shard,
     sharded_linear,
@@ -248,7 +249,7 @@ def test_first_forward_is_looked_at_before_the_runtime_hides_the_evidence(ranks:
 def run_inner_unit_first() -> list[str]:
     model = tower(depth=2)
     with Guard(reporters=[]).watch(model):
-        model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().clone())
+        replace_parameter(model.blocks[1].up)
         return [raised(model.blocks[0], torch.ones(1, 4, device=DEVICE))]
 
 
@@ -471,7 +472,7 @@ def run_compiled_part() -> tuple[list[str], list[str]]:
         model(torch.ones(2, 4, device=DEVICE))
         clean = [event for event, _, _ in recorder.seen]
     with Guard(reporters=[]).watch(model):
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        replace_parameter(model.head)
         return clean, [raised(model, torch.ones(2, 4, device=DEVICE))]
 
 

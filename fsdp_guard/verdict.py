@@ -139,8 +139,11 @@ class Verdicts:
         if self._group is None or self._group() is not world:
             self._group = weakref.ref(world)
             self._store = None
+            store = world.get_group_store()
+            # Fails at once where the store's host is gone; clone() would go on connecting until the group's time-out.
+            store.check(["fsdp_guard"])
             # A connection of our own: while one thread waits on a client, the client's other users wait with it.
-            self.join(world.get_group_store().clone(), dist.get_rank(), dist.get_world_size())
+            self.join(store.clone(), dist.get_rank(), dist.get_world_size())
         return self._store is not None
 
     def join(self, store: Store, rank: int, size: int) -> None:

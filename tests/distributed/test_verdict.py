@@ -319,6 +319,29 @@ def test_a_rank_that_dies_costs_the_time_out_at_most(victim: int, when: str) -> 
         assert any("for all 2 ranks to be checked" in text or "store failed" in text for text in messages)
 
 
+def run_store_gone_before_the_first_check() -> tuple[Raised | None, float, list[str]]:
+    model = sharded_linear()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        die()
+    time.sleep(1.0)
+    with warnings() as messages:
+        started = time.monotonic()
+        outcome = raised(Guard(reporters=[], agree_timeout_s=2.0).check, model)
+    return outcome, time.monotonic() - started, messages
+
+
+def test_a_store_that_was_gone_before_the_first_check_costs_nothing() -> None:
+    group = Ranks(2, over="tcp")
+    (died, _), (ended, answer) = group.answers(run_store_gone_before_the_first_check)
+    group.stop()
+    assert (died, ended) == ("died", "ok")
+    outcome, seconds, messages = answer
+    assert outcome is None
+    assert seconds < 2.0
+    assert any("store failed" in text for text in messages)
+
+
 def test_no_process_group_no_store() -> None:
     assert not dist.is_initialized()
     verdicts, report = Verdicts(0, 1.0, 1.0), Report(parameters_checked=1)

@@ -96,6 +96,21 @@ def test_a_hundred_times(team: Ranks) -> None:
         assert heard == [(number % (size + 1),) if number % (size + 1) < size else () for number in range(100)]
 
 
+def run_failing_together_then_healthy() -> tuple[Raised | None, Raised | None]:
+    guard, model = Guard(reporters=[]), sharded_linear()
+    replace_parameter(model)
+    be_late(1, 0.5)  # rank 0 has raised before the other ranks publish
+    together = raised(guard.check, model)
+    dist.barrier()
+    return together, raised(guard.check, sharded_linear())
+
+
+def test_what_ranks_fail_at_together_is_raised_once(ranks: Ranks) -> None:
+    for together, later in ranks(run_failing_together_then_healthy):
+        assert together is not None
+        assert later is None
+
+
 def test_a_hundred_runs_in_a_row() -> None:
     """Eight new processes each time, failing on another rank, on two, or on none."""
     for number in range(100):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -98,13 +100,9 @@ def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Eve
         values: What to do about values.
     """
     started = time.perf_counter()
-    inventory = take()
-    divergences = [d for bound in inventory.groups for d in _check_group(bound)]
-    if inventory.loose or inventory.outside or optimizers:
-        holders = _Holders(inventory)
-        divergences += _check_unbound(inventory, holders)
-        if optimizers and holders.bindings:
-            divergences += _check_optimizers(optimizers, inventory, holders)
+    with _without_collections():
+        inventory = take()
+        divergences = _check_identities(inventory, optimizers)
     stale, refreshed = _check_values(inventory.groups, values)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Report(
@@ -118,6 +116,32 @@ def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Eve
         pending=_found_on(rank, stale if values.pending else []),
         refreshed=_found_on(rank, refreshed),
     )
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Hold Python's cycle collector back.
+
+    A look makes several objects a parameter and no cycle. They would set off full collections, each of which walks
+    everything that the process has.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _check_identities(inventory: Inventory, optimizers: Sequence[Any]) -> list[Divergence]:
+    divergences = [d for bound in inventory.groups for d in _check_group(bound)]
+    if inventory.loose or inventory.outside or optimizers:
+        holders = _Holders(inventory)
+        divergences += _check_unbound(inventory, holders)
+        if optimizers and holders.bindings:
+            divergences += _check_optimizers(optimizers, inventory, holders)
+    return divergences
 
 
 def _found_on(rank: int, divergences: Sequence[Divergence]) -> tuple[Divergence, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
@@ -273,3 +274,30 @@ def test_callback_without_lightning_is_a_clear_error() -> None:
     result = python(code)
     assert "ImportError: FsdpGuard is a callback for Lightning" in result.stderr
     assert "pip install 'fsdp-guard[lightning]'" in result.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_look_sets_off_no_collection_and_leaves_the_collector_as_it_was(enabled: bool) -> None:
+    phases: list[str] = []
+    model = nn.Sequential(*(sharded() for _ in range(2_000)))
+    was_enabled = gc.isenabled()
+    gc.callbacks.append(lambda phase, info: phases.append(phase))
+    try:
+        gc.enable() if enabled else gc.disable()
+        phases.clear()
+        assert fsdp_guard.inspect(model).ok
+        during, left = list(phases), gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        gc.enable() if was_enabled else gc.disable()
+    assert left is enabled
+    assert len(during) <= 2  # one may begin right after the look: what it made is still counted
+
+
+def test_a_look_that_fails_leaves_the_collector_on() -> None:
+    assert gc.isenabled()
+    model = sharded()
+    vars(model.parameter_groups[0])["fsdp_parameters"] = [object()]
+    with pytest.raises(UnsupportedLayoutError):
+        fsdp_guard.inspect(model)
+    assert gc.isenabled()

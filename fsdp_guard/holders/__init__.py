@@ -19,6 +19,7 @@ from fsdp_guard.holders.base import (
     Runtime,
     Weights,
     address_range,
+    direct_children,
     direct_parameters,
     local_tensor,
     shown_parameter,
@@ -176,6 +177,7 @@ class _Address(NamedTuple):
 def _walk(root: nn.Module, prefix: str) -> Iterator[_Place]:
     """Yield every module of the tree once, under its first name, parents before children."""
     seen: set[int] = set()
+    runtimes: dict[type, Runtime | None] = {}
     start = prefix.removesuffix(".")
     stack: list[tuple[str, str, nn.Module, Runtime | None]] = [(start, start, root, None)]
     while stack:
@@ -183,11 +185,23 @@ def _walk(root: nn.Module, prefix: str) -> Iterator[_Place]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own = next((runtime for runtime in RUNTIMES if runtime.manages(module)), None)
-        yield _Place(path, fqn, module, own or enclosing, own is not None)
-        for name, child in reversed(list(module.named_children())):
-            child_fqn = fqn if name in _WRAPPER_NAMES else _dotted(fqn) + name
-            stack.append((_dotted(path) + name, child_fqn, child, own or enclosing))
+        cls = type(module)
+        if cls not in runtimes:
+            runtimes[cls] = next((runtime for runtime in RUNTIMES if runtime.manages(cls)), None)
+        own = runtimes[cls]
+        runtime = own or enclosing
+        yield _Place(path, fqn, module, runtime, own is not None)
+        children = direct_children(module)
+        if children:
+            path, fqn, is_renamed = _dotted(path), _dotted(fqn), path != fqn
+            for name, child in reversed(children):
+                child_path = path + name
+                child_fqn = child_path
+                if name in _WRAPPER_NAMES:
+                    child_fqn = fqn.removesuffix(".")
+                elif is_renamed:
+                    child_fqn = fqn + name
+                stack.append((child_path, child_fqn, child, runtime))
 
 
 def _bind(group: Group, unit: _Place, modules: dict[str, nn.Module]) -> list[Binding]:

@@ -30,10 +30,10 @@ class MfsdpV2(Runtime):
 
     name = "mfsdp_v2"
 
-    def manages(self, module: nn.Module) -> bool:
-        """Whether ``fully_shard`` was called on ``module`` itself."""
+    def manages(self, cls: type[nn.Module]) -> bool:
+        """Whether ``fully_shard`` gave a module this class."""
         # By class and never by hasattr: wrappers such as OptimizedModule answer for the module that they wrap.
-        return any(_is_unit_class(cls) for cls in type(module).__mro__)
+        return any(_is_unit_class(base) for base in cls.__mro__)
 
     def groups(self, unit: nn.Module) -> Sequence[Group]:
         """Return the groups of ``unit``, read in whichever layout they have."""

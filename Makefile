@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench lint format clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/fsdp-guard demo
@@ -10,6 +10,10 @@ demo: $(VENV)/demo.installed
 test: lint
 	$(BIN)/python -m pytest
 	$(BIN)/fsdp-guard demo
+
+bench: $(VENV)/test.installed
+	$(BIN)/python -m benchmarks.host
+	$(BIN)/python -m benchmarks.agreement
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -1,0 +1,126 @@
+"""What one look costs on the host, against the least that a look could cost, from 100 to 100,000 parameters.
+
+The model is sharded by the real Megatron-FSDP V2 on one rank, ten parameters a unit. The floor is measured in the same
+run, interleaved with the looks: one bare loop that compares each parameter with its holder by ``is`` and its storage
+address with its buffer's, over a table that is at hand already, and one over the optimizer's parameters.
+
+    python -m benchmarks.host --parameters 100 1000 10000 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_fsdp import experimental
+from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_guard
+from fsdp_guard.demo.cpu import install_cuda_stand_ins
+from fsdp_guard.holders import take_inventory
+
+_PER_UNIT = 10
+
+
+def sharded_model(parameters: int) -> nn.Module:
+    """Return a model of that many parameters of shape (4, 4), ten a unit."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    flat: Any = experimental.Flat()
+    placements = experimental.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat])
+    units = [
+        nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(_PER_UNIT))) for _ in range(parameters // _PER_UNIT)
+    ]
+    for unit in units:
+        experimental.fully_shard(unit, mesh, placements, mixed_precision_policy=MixedPrecisionPolicy())
+    return nn.Sequential(*units)
+
+
+def floor_of(model: nn.Module) -> Callable[[], None]:
+    """Return the bare loop over what a look of ``model`` compares."""
+    table = []
+    for group, bindings in take_inventory([("", model)]).groups:
+        buffer = group.resting_buffers()[0]
+        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
+        table += [(b.owner._parameters, b.attribute, b.resting, start, end) for b in bindings if b.owner is not None]
+
+    def loop() -> None:
+        for shown, name, holder, start, end in table:
+            if shown[name] is not holder or not start <= holder._local_tensor.data_ptr() < end:
+                raise AssertionError(name)
+
+    return loop
+
+
+def optimizer_floor_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return the bare loop over the parameters of ``optimizer``."""
+    held = {id(parameter) for parameter in model.parameters()}
+
+    def loop() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in held:
+                    raise AssertionError
+
+    return loop
+
+
+def _sound(report: fsdp_guard.Report, parameters: int) -> None:
+    if not report.ok or report.parameters_checked != parameters:
+        raise AssertionError(str(report))
+
+
+def measure(parameters: int, repeats: int) -> dict[str, float]:
+    """Return medians over interleaved repeats, in nanoseconds a parameter."""
+    model = sharded_model(parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    measured: dict[str, Callable[[], object]] = {
+        "floor": floor_of(model),
+        "look": lambda: _sound(fsdp_guard.inspect(model), parameters),
+        "optimizer floor": optimizer_floor_of(model, optimizer),
+        "look with optimizer": lambda: _sound(fsdp_guard.inspect(model, optimizer), parameters),
+    }
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    gc.collect()
+    for repeat in range(repeats + 1):
+        for name, function in measured.items():
+            started = time.perf_counter_ns()
+            function()
+            if repeat:  # the first warms up
+                times[name].append((time.perf_counter_ns() - started) / parameters)
+    return {name: statistics.median(series) for name, series in times.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a Markdown table, in nanoseconds a parameter."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=15)
+    parsed = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        install_cuda_stand_ins()
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    print("| parameters | floor ns | look ns | ratio | floor with optimizer ns | look with optimizer ns | ratio |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for parameters in parsed.parameters:
+        ns = measure(parameters, parsed.repeats)
+        whole_floor = ns["floor"] + ns["optimizer floor"]
+        print(
+            f"| {parameters:,} | {ns['floor']:.0f} | {ns['look']:.0f} | {ns['look'] / ns['floor']:.1f} "
+            f"| {whole_floor:.0f} | {ns['look with optimizer']:.0f} | {ns['look with optimizer'] / whole_floor:.1f} |",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

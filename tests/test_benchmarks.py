@@ -1,0 +1,21 @@
+"""The benchmarks run, and print a row for what they were asked for. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "row"),
+    [
+        ("benchmarks.host", ["--parameters", "20", "--repeats", "1"], "| 20 | "),
+        ("benchmarks.agreement", ["--ranks", "3", "--rounds", "2", "--repeats", "1"], "| 3 | "),
+    ],
+)
+def test_benchmark_runs(module: str, arguments: list[str], row: str) -> None:
+    run = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert row in run.stdout

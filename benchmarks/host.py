@@ -48,7 +48,7 @@ def floor_of(model: nn.Module) -> Callable[[], None]:
     """Return the bare loop over what a look of ``model`` compares."""
     table = []
     for group, bindings in take_inventory([("", model)]).groups:
-        buffer = group.resting_buffers()[0]
+        buffer = group.resting_buffers(0)[0]
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
         table += [(b.owner._parameters, b.attribute, b.resting, start, end) for b in bindings if b.owner is not None]
 

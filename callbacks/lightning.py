@@ -48,6 +48,8 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
         require_holders: Raise ``NoHoldersError`` when no known runtime manages the model.
         refresh_stale: Let the runtime refresh compute weights that a restore left stale, and report that, instead of
             treating them as a divergence.
+        allow_unmanaged: FQNs of trainable parameters that no holder owns on purpose, such as those that were handed to
+            FSDP2's ``ignored_params``, or patterns of them with ``*`` and ``?``.
         reporters: Callables that take a report, instead of the one that reports to W&B.
         finish_run: Finish the W&B run with exit code 1 before raising, so that its alert outlives the process.
             Not used when ``reporters`` is given.
@@ -69,6 +71,7 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
         on_divergence: OnDivergence = "raise",
         require_holders: bool = False,
         refresh_stale: bool = False,
+        allow_unmanaged: Sequence[str] = (),
         reporters: Sequence[Reporter] | None = None,
         finish_run: bool = True,
         agree_timeout_s: float = 60.0,
@@ -82,6 +85,7 @@ class FsdpGuard(*_callback_bases()):  # type: ignore[misc]
             on_divergence=on_divergence,
             require_holders=require_holders,
             refresh_stale=refresh_stale,
+            allow_unmanaged=allow_unmanaged,
             agree_timeout_s=agree_timeout_s,
             acknowledge_timeout_s=acknowledge_timeout_s,
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_guard.holders import Inventory, take_inventory
-from fsdp_guard.inputs import as_modules, as_optimizers, named_roots
+from fsdp_guard.inputs import as_modules, as_optimizers, as_patterns, named_roots
 from fsdp_guard.invariants import Values, examine
 from fsdp_guard.report import Event, HolderDivergenceError, NoHoldersError, Report
 from fsdp_guard.reporters import Reporter
@@ -44,6 +44,8 @@ class Guard:
             pending, since the next line of the script may refresh them, and judged before the first forward.
         refresh_stale: Let the runtime refresh stale compute weights before the first forward, and report that, instead
             of treating them as a divergence.
+        allow_unmanaged: FQNs of trainable parameters that no holder owns on purpose, such as those that were handed to
+            FSDP2's ``ignored_params``, or patterns of them with ``*`` and ``?``.
         agree_timeout_s: Longest wait for the other ranks in ``check``, in seconds; after it, this rank goes on with
             its own verdict.
         acknowledge_timeout_s: Longest wait before raising for the rank that reports to W&B to have done so, in seconds.
@@ -53,7 +55,7 @@ class Guard:
     guards in the same order on every rank.
 
     Raises:
-        TypeError: A reporter is not callable.
+        TypeError: A reporter is not callable, or ``allow_unmanaged`` is no sequence of strings.
         ValueError: ``on_divergence`` is none of the above, or a timeout is not positive.
 
     Example::
@@ -71,6 +73,7 @@ class Guard:
         require_holders: bool = False,
         strict_load: bool = False,
         refresh_stale: bool = False,
+        allow_unmanaged: Sequence[str] = (),
         agree_timeout_s: float = 60.0,
         acknowledge_timeout_s: float = 10.0,
     ) -> None:
@@ -88,6 +91,7 @@ class Guard:
         self._require_holders = require_holders
         self._strict_load = strict_load
         self._refresh_stale = refresh_stale
+        self._allow_unmanaged = as_patterns(allow_unmanaged)
         self._said_nothing_found = False
         self._watch: Watch | None = None
         self._verdicts = Verdicts(next(_numbers), agree_timeout_s, acknowledge_timeout_s)
@@ -131,7 +135,8 @@ class Guard:
         """
         roots = named_roots(as_modules(model))
         what = Values(compare=values, refresh=self._refresh_stale)
-        report = examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event(event), what)
+        given = as_optimizers(optimizers)
+        report = examine(lambda: take_inventory(roots), given, Event(event), what, self._allow_unmanaged)
         return self._conclude(report, collective)
 
     def watch(self, model: nn.Module | Sequence[nn.Module], optimizers: Any = None) -> Guard:
@@ -193,7 +198,8 @@ class Guard:
             Event.FIRST_FORWARD: Values(compare=True, refresh=self._refresh_stale),
         }
         self._last_look_s = time.monotonic()
-        return self._conclude(examine(take, optimizers, event, values.get(event, Values())), collective=False)
+        report = examine(take, optimizers, event, values.get(event, Values()), self._allow_unmanaged)
+        return self._conclude(report, collective=False)
 
     def _conclude(self, report: Report, collective: bool) -> Report:
         # A load of a part that holds nothing sharded is no news; what watch() and check() were given is.

@@ -40,6 +40,16 @@ def as_optimizers(optimizers: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def as_patterns(allow_unmanaged: Any) -> tuple[str, ...]:
+    """Return ``allow_unmanaged`` as a tuple, or say what is wrong with it."""
+    if isinstance(allow_unmanaged, str) or not all(isinstance(pattern, str) for pattern in allow_unmanaged):
+        raise TypeError(
+            "allow_unmanaged must be a list or tuple of parameter names or patterns, for example ['router.*'], "
+            f"got {allow_unmanaged!r}."
+        )
+    return tuple(allow_unmanaged)
+
+
 def named_roots(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules with the prefixes of their FQNs: none for one model, ``0.``, ``1.``, … for chunks."""
     return [(f"{index}." if len(modules) > 1 else "", module) for index, module in enumerate(modules)]

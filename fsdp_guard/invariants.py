@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp_guard.holders import Binding, BoundGroup, Group, Inventory, address_range, local_tensor, take_inventory
-from fsdp_guard.inputs import as_modules, as_optimizers, named_roots
+from fsdp_guard.holders import (
+    Binding,
+    BoundGroup,
+    Group,
+    Inventory,
+    Loose,
+    address_range,
+    local_tensor,
+    remedy_of,
+    take_inventory,
+)
+from fsdp_guard.inputs import as_modules, as_optimizers, as_patterns, named_roots
 from fsdp_guard.report import Divergence, DivergenceKind, Event, Report
 from fsdp_guard.values import Stale, find_stale, refresh_stale
 
@@ -53,7 +64,13 @@ _REMEDIES = {
 }
 
 
-def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, values: bool = False) -> Report:
+def inspect(
+    model: nn.Module | Sequence[nn.Module],
+    optimizers: Any = None,
+    *,
+    values: bool = False,
+    allow_unmanaged: Sequence[str] = (),
+) -> Report:
     """Look once, and say what was found. Emits nothing, changes nothing, never raises for a divergence.
 
     Args:
@@ -62,6 +79,8 @@ def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, v
             optimizers of the model: a trainable parameter in none of them is a divergence.
         values: Also compare compute weights with main weights, where the runtime keeps both. This reads the weights
             and synchronises with the device once; everything else costs host time only.
+        allow_unmanaged: FQNs of trainable parameters that no holder owns on purpose, such as those that were handed to
+            FSDP2's ``ignored_params``, or patterns of them with ``*`` and ``?``.
 
     Returns:
         The report, with ``event`` set to ``call``.
@@ -72,7 +91,8 @@ def inspect(model: nn.Module | Sequence[nn.Module], optimizers: Any = None, *, v
         UnsupportedLayoutError: A known runtime was found in a version whose holders fsdp_guard cannot read.
     """
     roots = named_roots(as_modules(model))
-    return examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event.CALL, Values(values))
+    allowed = as_patterns(allow_unmanaged)
+    return examine(lambda: take_inventory(roots), as_optimizers(optimizers), Event.CALL, Values(values), allowed)
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,13 @@ class Values:
     pending: bool = False
 
 
-def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Event, values: Values) -> Report:
+def examine(
+    take: Callable[[], Inventory],
+    optimizers: Sequence[Any],
+    event: Event,
+    values: Values,
+    allow_unmanaged: Sequence[str] = (),
+) -> Report:
     """Take an inventory, compare it, and time both.
 
     Args:
@@ -98,17 +124,20 @@ def examine(take: Callable[[], Inventory], optimizers: Sequence[Any], event: Eve
         optimizers: The optimizers to compare with it; none means that optimizers are not judged.
         event: Why this look happens.
         values: What to do about values.
+        allow_unmanaged: See ``inspect``.
     """
     started = time.perf_counter()
     with _without_collections():
         inventory = take()
+        if allow_unmanaged:
+            inventory.loose = [_allow(loose, allow_unmanaged) for loose in inventory.loose]
         divergences = _check_identities(inventory, optimizers)
     stale, refreshed = _check_values(inventory.groups, values)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Report(
         divergences=_found_on(rank, divergences if values.pending else divergences + stale),
         parameters_checked=sum(len(bindings) for _, bindings in inventory.groups),
-        parameters_unclaimed=len(inventory.outside),
+        parameters_unclaimed=len(inventory.outside) + sum(loose.left_alone for loose in inventory.loose),
         runtimes=inventory.runtimes,
         event=event,
         rank=rank,
@@ -132,6 +161,11 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _allow(loose: Loose, patterns: Sequence[str]) -> Loose:
+    is_allowed = any(fnmatch.fnmatchcase(loose.fqn, pattern) for pattern in patterns)
+    return loose._replace(left_alone=True) if is_allowed else loose
 
 
 def _check_identities(inventory: Inventory, optimizers: Sequence[Any]) -> list[Divergence]:
@@ -163,38 +197,51 @@ def _check_values(groups: Sequence[BoundGroup], values: Values) -> tuple[list[Di
 
 def _check_group(bound: BoundGroup) -> list[Divergence]:
     group, bindings = bound
-    resting_buffers, materialized_buffers = group.resting_buffers(), group.materialized_buffers()
-    resting_ranges = [address_range(buffer) for buffer in resting_buffers]
-    materialized_ranges = [address_range(buffer) for buffer in materialized_buffers]
     divergences, ties = _check_ties(group.runtime, bindings)
     resting: list[Binding] = []
     materialized: list[Binding] = []
+    ranges: _Ranges | None = None
     for binding in bindings:
         shown = binding.shown
-        if shown is binding.resting:
-            resting.append(binding)
-            ranges, buffers = resting_ranges, resting_buffers
-        elif shown is binding.materialized:
-            materialized.append(binding)
-            ranges, buffers = materialized_ranges, materialized_buffers
-        elif shown is None:
+        if shown is None:
             divergences.append(_missing(group.runtime, binding))
             continue
-        elif id(shown) in ties:
-            continue
+        if shown is binding.resting:
+            resting.append(binding)
+            buffers = group.resting_buffers(binding.position)
+        elif shown is binding.materialized:
+            materialized.append(binding)
+            buffers = group.materialized_buffers(binding.position)
         else:
-            divergences.append(_replaced(group.runtime, binding, shown))
+            if id(shown) not in ties:
+                divergences.append(_stranger(group.runtime, binding, shown, bindings))
             continue
+        if buffers is None:
+            continue
+        if ranges is None or ranges.buffers is not buffers:
+            ranges = _Ranges(buffers)  # once for all parameters of a group that lie in the same buffers
         local = local_tensor(shown)
-        address = local.data_ptr()
-        if any(start <= address < end for start, end in ranges):
-            continue  # also where the runtime has released the buffer: it starts at 0 then, as its views do
-        # A shard without rows has no address, but it has a dtype.
-        if local.numel() or all(local.dtype != buffer.dtype for buffer in buffers):
+        if local not in ranges:
             divergences.append(_detached(group.runtime, binding, shown, local))
     if resting and materialized:
         divergences += _mixed(group.runtime, resting, materialized)
     return divergences
+
+
+class _Ranges:
+    """The addresses at which a parameter of a group may lie."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+        self._ranges = [address_range(buffer) for buffer in buffers]
+
+    def __contains__(self, local: torch.Tensor) -> bool:
+        address = local.data_ptr()
+        for start, end in self._ranges:
+            if start <= address < end:
+                return True  # also where the runtime has released the buffer: it starts at 0 then, as its views do
+        # A shard without rows has no address, but it has a dtype.
+        return not local.numel() and any(local.dtype == buffer.dtype for buffer in self.buffers)
 
 
 def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Divergence], set[int]]:
@@ -203,6 +250,8 @@ def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Diverge
     divergences: list[Divergence] = []
     ties: set[int] = set()
     for binding in bindings:
+        if binding.materialized is None:
+            continue
         twin = first.setdefault(id(binding.materialized), binding)
         if twin.position == binding.position:
             continue
@@ -217,18 +266,18 @@ def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Diverge
 
 def _check_unbound(inventory: Inventory, holders: _Holders) -> list[Divergence]:
     divergences = []
-    for fqn, parameter, runtime in inventory.loose:
+    for fqn, parameter, runtime, left_alone in inventory.loose:
         held = holders.resting.get(id(parameter)) or holders.materialized.get(id(parameter))
         if held is not None:
             # Moved, not aliased, when the holder's own name leads nowhere: that is a missing parameter already.
             if held.binding.shown is not None:
                 divergences.append(_alias(fqn, parameter, held))
-        elif parameter.requires_grad:
+        elif parameter.requires_grad and not left_alone:
             detail = f"Seen {_describe(parameter)}, which no {runtime} holder owns; expected a sharded parameter."
             divergences.append(_divergence(DivergenceKind.UNMANAGED_PARAMETER, fqn, runtime, detail))
     for fqn, parameter in inventory.outside:
         held = holders.materialized.get(id(parameter))
-        if held is not None:
+        if held is not None and held.binding.resting is not parameter:
             divergences.append(_alias(fqn, parameter, held))
     return divergences
 
@@ -252,7 +301,8 @@ class _Holders:
         self.shown: dict[int, _Held] = {}
         for held in self.bindings:
             self.resting.setdefault(id(held.binding.resting), held)
-            self.materialized.setdefault(id(held.binding.materialized), held)
+            if held.binding.materialized is not None:
+                self.materialized.setdefault(id(held.binding.materialized), held)
             if held.binding.shown is not None:
                 self.shown.setdefault(id(held.binding.shown), held)
 
@@ -344,11 +394,18 @@ def _missing(runtime: str, binding: Binding) -> Divergence:
     return _divergence(DivergenceKind.MISSING_PARAMETER, binding.fqn, runtime, detail)
 
 
-def _replaced(runtime: str, binding: Binding, shown: torch.Tensor) -> Divergence:
-    detail = (
-        f"Seen {_describe(shown)}; expected the runtime's own {_describe(binding.resting)} (sharded) or "
-        f"{_describe(binding.materialized)} (unsharded)."
-    )
+def _stranger(runtime: str, binding: Binding, shown: torch.Tensor, bindings: Sequence[Binding]) -> Divergence:
+    """Report a parameter that is not the runtime's: it broke a tie if the holder is still shown under another name."""
+    expected = f"the runtime's own {_describe(binding.resting)}"
+    if binding.materialized is not None and binding.materialized is not binding.resting:
+        expected += f" (sharded) or {_describe(binding.materialized)} (unsharded)"
+    held = (binding.resting, binding.materialized)
+    for other in bindings:
+        shows_holder = other.shown is not None and any(other.shown is holder for holder in held)
+        if other.position == binding.position and shows_holder:
+            detail = f"Seen {_describe(shown)}; expected, as at {other.fqn}, {expected}."
+            return _divergence(DivergenceKind.BROKEN_TIE, binding.fqn, runtime, detail)
+    detail = f"Seen {_describe(shown)}; expected {expected}."
     return _divergence(DivergenceKind.REPLACED_PARAMETER, binding.fqn, runtime, detail)
 
 
@@ -407,7 +464,7 @@ def _left_out(held: _Held, left_out: int, total: int) -> Divergence:
 
 
 def _divergence(kind: DivergenceKind, fqn: str, runtime: str, detail: str) -> Divergence:
-    return Divergence(kind, fqn, runtime, detail, _REMEDIES[kind])
+    return Divergence(kind, fqn, runtime, detail, remedy_of(runtime, kind) or _REMEDIES[kind])
 
 
 def _describe(tensor: torch.Tensor) -> str:

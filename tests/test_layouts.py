@@ -46,7 +46,7 @@ def test_tie_is_one_holder_with_two_bindings() -> None:
 def test_half_of_a_tie_replaced() -> None:
     model = tied_unit()
     model.head.weight = nn.Parameter(torch.zeros(4, 4))
-    assert found(fsdp_guard.inspect(model)) == [(Kind.REPLACED_PARAMETER, "head.weight")]
+    assert found(fsdp_guard.inspect(model)) == [(Kind.BROKEN_TIE, "head.weight")]
 
 
 def test_half_of_a_tie_unsharded() -> None:

@@ -25,6 +25,9 @@ from fsdp_guard.holders.base import (
     shown_parameter,
 )
 from fsdp_guard.holders.mfsdp_v2 import MfsdpV2
+from fsdp_guard.holders.torch_ddp import TorchDdp
+from fsdp_guard.holders.torch_fsdp2 import TorchFsdp2
+from fsdp_guard.report import DivergenceKind
 
 __all__ = [
     "Binding",
@@ -37,10 +40,11 @@ __all__ = [
     "address_range",
     "local_tensor",
     "outermost_units",
+    "remedy_of",
     "take_inventory",
 ]
 
-RUNTIMES: tuple[Runtime, ...] = (MfsdpV2(),)
+RUNTIMES: tuple[Runtime, ...] = (MfsdpV2(), TorchFsdp2(), TorchDdp())
 
 # Names that wrappers insert and torch's own state-dict helpers leave out: torch.compile's OptimizedModule._orig_mod
 # and torch.distributed's CheckpointWrapper._checkpoint_wrapped_module (both torch 2.1 to 2.13).
@@ -55,11 +59,12 @@ class BoundGroup(NamedTuple):
 
 
 class Loose(NamedTuple):
-    """A parameter inside a unit, at a place that no holder is bound to."""
+    """A parameter inside a unit, at a place that no holder is bound to; ``left_alone`` if that is on purpose."""
 
     fqn: str
     parameter: nn.Parameter
     runtime: str
+    left_alone: bool
 
 
 @dataclass
@@ -83,13 +88,13 @@ class Inventory:
 
 
 class _Place(NamedTuple):
-    """One module of the tree, and the runtime of the unit that encloses it (its own, if it is a unit itself)."""
+    """One module of the tree, the runtime whose unit it is, and the place of the unit that encloses it."""
 
     path: str
     fqn: str
     module: nn.Module
     runtime: Runtime | None
-    is_unit: bool
+    enclosing: _Place | None
 
 
 def take_inventory(roots: Iterable[tuple[str, nn.Module]]) -> Inventory:
@@ -103,18 +108,26 @@ def take_inventory(roots: Iterable[tuple[str, nn.Module]]) -> Inventory:
     """
     inventory = Inventory()
     for prefix, root in roots:
-        places = list(_walk(root, prefix))
-        modules = {place.path: place.module for place in places}
+        tree = _Tree(root, prefix)
         bound: set[tuple[int, str]] = set()
-        for place in places:
-            if not place.is_unit or place.runtime is None:
+        found: set[int] = set()
+        for place in tree.places:
+            if place.runtime is None:
                 continue
             for group in place.runtime.groups(place.module):
-                bindings = _bind(group, place, modules)
+                if id(group.raw) in found:
+                    continue  # one group of several units
+                found.add(id(group.raw))
+                bindings = _bind(group, place, tree)
                 inventory.groups.append(BoundGroup(group, bindings))
                 bound.update((id(binding.owner), binding.attribute) for binding in bindings)
-        _add_unbound(places, bound, inventory)
+        _add_unbound(tree.places, bound, inventory)
     return inventory
+
+
+def remedy_of(runtime: str, kind: DivergenceKind) -> str | None:
+    """Return what to do about a divergence of this runtime, where that is not what one does for others."""
+    return next((found.remedies.get(kind) for found in RUNTIMES if found.name == runtime), None)
 
 
 def outermost_units(roots: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, list[nn.Module]]]:
@@ -123,7 +136,7 @@ def outermost_units(roots: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, l
     for prefix, root in roots:
         path = None
         for place in _walk(root, prefix):
-            if not place.is_unit:
+            if place.runtime is None:
                 continue
             if path is not None and place.path.startswith(path):
                 trees[-1][1].append(place.module)
@@ -174,12 +187,38 @@ class _Address(NamedTuple):
     attribute: str
 
 
+class _Tree:
+    """The places of one module tree, by name and by module."""
+
+    def __init__(self, root: nn.Module, prefix: str) -> None:
+        self.places = list(_walk(root, prefix))
+        self._by_path = {place.path: place.module for place in self.places}
+        self._by_module: dict[int, _Place] | None = None
+
+    def module(self, unit: _Place, name: str) -> nn.Module | None:
+        """Return the module that ``name`` leads to from the unit."""
+        module = self._by_path.get(_dotted(unit.path) + name if name else unit.path)
+        if module is not None:
+            return module
+        try:
+            # As runtimes do, which also finds a module under its second name or behind a wrapper.
+            return unit.module.get_submodule(name)
+        except AttributeError:
+            return None
+
+    def place(self, module: nn.Module) -> _Place | None:
+        """Return where ``module`` is, or ``None`` if it is not in this tree."""
+        if self._by_module is None:
+            self._by_module = {id(place.module): place for place in self.places}
+        return self._by_module.get(id(module))
+
+
 def _walk(root: nn.Module, prefix: str) -> Iterator[_Place]:
     """Yield every module of the tree once, under its first name, parents before children."""
     seen: set[int] = set()
     runtimes: dict[type, Runtime | None] = {}
     start = prefix.removesuffix(".")
-    stack: list[tuple[str, str, nn.Module, Runtime | None]] = [(start, start, root, None)]
+    stack: list[tuple[str, str, nn.Module, _Place | None]] = [(start, start, root, None)]
     while stack:
         path, fqn, module, enclosing = stack.pop()
         if id(module) in seen:
@@ -188,11 +227,11 @@ def _walk(root: nn.Module, prefix: str) -> Iterator[_Place]:
         cls = type(module)
         if cls not in runtimes:
             runtimes[cls] = next((runtime for runtime in RUNTIMES if runtime.manages(cls)), None)
-        own = runtimes[cls]
-        runtime = own or enclosing
-        yield _Place(path, fqn, module, runtime, own is not None)
+        place = _Place(path, fqn, module, runtimes[cls], enclosing)
+        yield place
         children = direct_children(module)
         if children:
+            unit = enclosing if place.runtime is None else place
             path, fqn, is_renamed = _dotted(path), _dotted(fqn), path != fqn
             for name, child in reversed(children):
                 child_path = path + name
@@ -201,19 +240,24 @@ def _walk(root: nn.Module, prefix: str) -> Iterator[_Place]:
                     child_fqn = fqn.removesuffix(".")
                 elif is_renamed:
                     child_fqn = fqn + name
-                stack.append((child_path, child_fqn, child, runtime))
+                stack.append((child_path, child_fqn, child, unit))
 
 
-def _bind(group: Group, unit: _Place, modules: dict[str, nn.Module]) -> list[Binding]:
-    path, fqn = _dotted(unit.path), _dotted(unit.fqn)
+def _bind(group: Group, unit: _Place, tree: _Tree) -> list[Binding]:
+    fqn = _dotted(unit.fqn)
+    whole = all(tree.place(module) is not None for module in group.spans())
     bindings = []
     for position in range(len(group)):
-        for name in group.names(position):
+        owners = group.owners(position)
+        for number, name in enumerate(group.names(position)):
             module_name, _, attribute = name.rpartition(".")
-            owner = modules.get(path + module_name if module_name else unit.path)
-            if owner is None:
-                owner = _submodule(unit.module, module_name)
-            bindings.append(_binding(group, position, fqn + _without_wrappers(name), owner, attribute))
+            if owners is None:
+                owner = tree.module(unit, module_name)
+                bindings.append(_binding(group, position, fqn + _without_wrappers(name), owner, attribute))
+            elif (place := tree.place(owners[number])) is not None:
+                bindings.append(_binding(group, position, _dotted(place.fqn) + attribute, place.module, attribute))
+            elif whole:
+                bindings.append(_binding(group, position, fqn + name, None, attribute))
     return bindings
 
 
@@ -222,24 +266,19 @@ def _binding(group: Group, position: int, fqn: str, owner: nn.Module | None, att
     return Binding(fqn, owner, attribute, position, shown, group.resting(position), group.materialized(position))
 
 
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    """Resolve ``name`` as runtimes do, which also finds a module under its second name or behind a wrapper."""
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _add_unbound(places: Sequence[_Place], bound: set[tuple[int, str]], inventory: Inventory) -> None:
     for place in places:
+        unit = place.enclosing if place.runtime is None else place
         for name, parameter in direct_parameters(place.module):
             if (id(place.module), name) in bound:
                 continue
             fqn = _dotted(place.fqn) + name
-            if place.runtime is None:
+            if unit is None or unit.runtime is None:
                 inventory.outside.append((fqn, parameter))
             else:
-                inventory.loose.append(Loose(fqn, parameter, place.runtime.name))
+                relative = (_dotted(place.path) + name).removeprefix(_dotted(unit.path))
+                left_alone = unit.runtime.leaves_alone(unit.module, relative, parameter)
+                inventory.loose.append(Loose(fqn, parameter, unit.runtime.name, left_alone))
 
 
 def _dotted(name: str) -> str:

@@ -5,7 +5,7 @@ Vocabulary, used by all files beside this one:
 - A *runtime* shards the model. A *unit* is one module that it manages.
 - A *group* is a set of parameters of one unit that the runtime switches together.
 - A *holder* is the runtime's own reference to one parameter: two objects, *resting* (sharded) and *materialized*
-  (unsharded), and the buffers that their storage must lie in.
+  (unsharded), and the buffers that their storage must lie in. A runtime that does not shard has one object for both.
 - A *binding* is one place in the module tree (owning module, attribute name, FQN) and the holder it must show.
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_guard.report import UnsupportedLayoutError
+from fsdp_guard.report import DivergenceKind, UnsupportedLayoutError
 
 
 class Weights(NamedTuple):
@@ -54,24 +54,35 @@ class Group(ABC):
         """Number of holders."""
 
     @abstractmethod
-    def names(self, position: int) -> tuple[str, ...]:
+    def names(self, position: int) -> Sequence[str]:
         """Names of the holder's parameter relative to the unit; several when the parameter is tied."""
+
+    def owners(self, position: int) -> Sequence[nn.Module] | None:
+        """The module for each name, where the runtime keeps modules and not names.
+
+        The names are then needed only for modules that have left the model.
+        """
+        return None
+
+    def spans(self) -> Sequence[nn.Module]:
+        """The modules below which all owners are; of use where one group belongs to several units."""
+        return ()
 
     @abstractmethod
     def resting(self, position: int) -> nn.Parameter:
         """The sharded parameter, which is also the one that the optimizer must step."""
 
     @abstractmethod
-    def materialized(self, position: int) -> nn.Parameter:
-        """The unsharded parameter, which the module shows while it computes."""
+    def materialized(self, position: int) -> nn.Parameter | None:
+        """The unsharded parameter, which the module shows while it computes; ``None`` while there is none."""
 
-    @abstractmethod
-    def resting_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat tensors in which the resting parameters' local shards may lie."""
+    def resting_buffers(self, position: int) -> tuple[torch.Tensor, ...] | None:
+        """The flat tensors in which the resting parameter's local shard may lie; ``None`` where any place is right."""
+        return None
 
-    @abstractmethod
-    def materialized_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat tensors in which the materialized parameters may lie."""
+    def materialized_buffers(self, position: int) -> tuple[torch.Tensor, ...] | None:
+        """The flat tensors in which the materialized parameter may lie; ``None`` where any place is right."""
+        return None
 
     def step_reaches_forward(self, position: int) -> bool:
         """Whether what an optimizer writes to the resting parameter gets to the weights that forward reads."""
@@ -95,6 +106,9 @@ class Runtime(ABC):
 
     name: ClassVar[str]
 
+    remedies: ClassVar[Mapping[DivergenceKind, str]] = {}
+    """What to do about a divergence, where this runtime needs another sentence than others."""
+
     @abstractmethod
     def manages(self, cls: type[nn.Module]) -> bool:
         """Whether modules of class ``cls`` are units of this runtime; false for the class of a wrapper around one."""
@@ -106,6 +120,16 @@ class Runtime(ABC):
         Raises:
             UnsupportedLayoutError: This version of the runtime keeps its holders in an unknown way.
         """
+
+    def leaves_alone(self, unit: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter that no holder owns was left to others on purpose when the model was wrapped.
+
+        Args:
+            unit: The unit that the parameter is in.
+            name: The parameter's name relative to the unit.
+            parameter: The parameter.
+        """
+        return False
 
 
 class Binding(NamedTuple):
@@ -121,7 +145,7 @@ class Binding(NamedTuple):
     position: int
     shown: nn.Parameter | None
     resting: nn.Parameter
-    materialized: nn.Parameter
+    materialized: nn.Parameter | None
 
 
 def shown_parameter(owner: nn.Module | None, attribute: str) -> nn.Parameter | None:

@@ -62,11 +62,11 @@ class _MfsdpV2Group(Group):
     def __init__(self, raw: Any) -> None:
         super().__init__(raw)
         # FsdpParameterGroup.main_weight (both layouts): the DBuffer that resting parameters are views of.
-        self._main = _flat(require(raw, "main_weight", *_PACKAGES))
+        self._resting_buffers = (_flat(require(raw, "main_weight", *_PACKAGES)),)
         # FsdpParameterGroup._unsharded_model_weight (both layouts): the all-gather's destination. The main layout
         # shows model_weight itself where that is replicated already (ZeRO-1).
-        self._unsharded = _flat(require(raw, "_unsharded_model_weight", *_PACKAGES))
-        self._model = _flat(require(raw, "model_weight", *_PACKAGES))
+        unsharded = _flat(require(raw, "_unsharded_model_weight", *_PACKAGES))
+        self._materialized_buffers = (unsharded, _flat(require(raw, "model_weight", *_PACKAGES)))
 
     def step_reaches_forward(self, position: int) -> bool:
         """Whether the step hook of ``fully_shard_optimizer`` would find this group from the parameter."""
@@ -102,11 +102,11 @@ class _MfsdpV2Group(Group):
         # FsdpParameterGroup.sync_model_weight_from_main_weight: a public method in both layouts.
         require(self.raw, "sync_model_weight_from_main_weight", *_PACKAGES)()
 
-    def resting_buffers(self) -> tuple[torch.Tensor, ...]:
-        return (self._main,)
+    def resting_buffers(self, position: int) -> tuple[torch.Tensor, ...]:
+        return self._resting_buffers
 
-    def materialized_buffers(self) -> tuple[torch.Tensor, ...]:
-        return self._unsharded, self._model
+    def materialized_buffers(self, position: int) -> tuple[torch.Tensor, ...]:
+        return self._materialized_buffers
 
 
 class _ReleasedGroup(_MfsdpV2Group):

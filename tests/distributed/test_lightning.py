@@ -1,4 +1,4 @@
-"""The callback under real Trainers: ModelParallelStrategy, and a Megatron-FSDP V2 model sharded in configure_model."""
+"""The callback under real Trainers: Megatron-FSDP V2 and FSDP2 sharded in configure_model, DDP by its strategy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron_fsdp import experimental
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fsdp_guard import DivergenceKind as Kind
@@ -28,8 +29,24 @@ NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 needs_assign = pytest.mark.skipif(MAIN_LAYOUT, reason="main refuses assign=True itself")
 
 
+def shard_mfsdp_v2(module: Any) -> None:
+    shard(module.net, main_grads_dtype=torch.float32)
+
+
+def shard_fsdp2(module: Any) -> None:
+    fully_shard(module.net[0], mesh=module.device_mesh["data_parallel"])
+    fully_shard(module.net, mesh=module.device_mesh["data_parallel"])
+
+
+def leave_plain(module: Any) -> None:
+    """For strategies that wrap the model themselves."""
+
+
 def make_module(
-    pl: Any, hooks: dict[str, Callable[[Any], None]], sharded: bool = True, dtype: torch.dtype = torch.float32
+    pl: Any,
+    hooks: dict[str, Callable[[Any], None]],
+    wrap: Callable[[Any], None] = shard_mfsdp_v2,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A LightningModule that runs ``hooks`` where they are named, and counts its batches.
 
@@ -50,8 +67,7 @@ def make_module(
                 torch.manual_seed(0)
                 self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE, dtype)
                 hooks.get("before_sharding", lambda module: None)(self)
-                if sharded:
-                    shard(self.net, main_grads_dtype=torch.float32)
+                wrap(self)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             trainable = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
@@ -150,7 +166,7 @@ def run(
     call: str = "fit",
     hooks: dict[str, Callable[[Any], None]] | None = None,
     ckpt_path: str | None = None,
-    sharded: bool = True,
+    wrap: Callable[[Any], None] = shard_mfsdp_v2,
     dtype: torch.dtype = torch.float32,
     guard_options: dict[str, Any] | None = None,
     **options: Any,
@@ -163,7 +179,7 @@ def run(
     def record(report: Report) -> None:
         outcome.events.append((report.event.value, report.ok))
 
-    module = make_module(pl, hooks or {}, sharded, dtype)
+    module = make_module(pl, hooks or {}, wrap, dtype)
     if hooks and "before" in hooks:
         module.configure_model()
         hooks["before"](module)
@@ -181,7 +197,8 @@ def run(
         trainer.save_checkpoint(os.path.join(folder, "saved.ckpt"))
     outcome.batches = module.batches
     outcome.finished_batches = module.finished_batches
-    outcome.hooks = sum(len(m._load_state_dict_post_hooks) for m in module.modules())
+    hooked = [hook for m in module.modules() for hook in m._load_state_dict_post_hooks.values()]
+    outcome.hooks = sum(type(hook).__module__.startswith("fsdp_guard") for hook in hooked)  # FSDP2 has its own
     return outcome
 
 
@@ -324,17 +341,26 @@ def test_evaluation(ranks: Ranks, namespace: str, call: str, tmp_path: Path) -> 
         assert outcome.batches == 0
 
 
-def run_without_runtime(folder: str) -> tuple[Outcome, Outcome]:
-    options = {"require_holders": True}
-    return run(NAMESPACES[0], folder, sharded=False, **plain()), run(
-        NAMESPACES[0], folder, sharded=False, guard_options=options, **plain()
+def ddp(namespace: str = NAMESPACES[0]) -> dict[str, Any]:
+    strategies = importlib.import_module(f"{namespace}.strategies")
+    return {"wrap": leave_plain, "strategy": strategies.DDPStrategy(process_group_backend=BACKEND)}
+
+
+def fsdp2(namespace: str) -> dict[str, Any]:
+    strategies = importlib.import_module(f"{namespace}.strategies")
+    strategy = strategies.ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend=BACKEND
     )
+    return {"wrap": shard_fsdp2, "strategy": strategy}
 
 
-def plain() -> dict[str, Any]:
-    from lightning.pytorch.strategies import DDPStrategy
+STRATEGIES = [ddp, fsdp2]
 
-    return {"strategy": DDPStrategy(process_group_backend=BACKEND)}
+
+def run_without_runtime(folder: str) -> tuple[Outcome, Outcome]:
+    """DDPStrategy wraps for fits alone."""
+    free = run(NAMESPACES[0], folder, "validate", **ddp())
+    return free, run(NAMESPACES[0], folder, "validate", guard_options={"require_holders": True}, **ddp())
 
 
 def test_model_without_a_runtime(ranks: Ranks, tmp_path: Path) -> None:
@@ -342,6 +368,68 @@ def test_model_without_a_runtime(ranks: Ranks, tmp_path: Path) -> None:
         assert (free.error, free.events) == ("", [])
         assert required.error == "NoHoldersError"
         assert required.batches == 0
+
+
+def run_strategy(options: Callable[[str], dict[str, Any]], namespace: str, folder: str) -> tuple[Outcome, Outcome]:
+    path = os.path.join(folder, "saved.ckpt")
+    required = {"guard_options": {"require_holders": True}}
+    first = run(namespace, folder, **required, **options(namespace))
+    return first, run(namespace, folder, ckpt_path=path, max_steps=6, **required, **options(namespace))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("options", STRATEGIES, ids=lambda options: options.__name__)
+def test_clean_fit_and_resume_of_other_runtimes(
+    ranks: Ranks, options: Callable[[str], dict[str, Any]], namespace: str, tmp_path: Path
+) -> None:
+    for first, resumed in ranks(run_strategy, options, namespace, str(tmp_path)):
+        assert (first.error, resumed.error) == ("", "")
+        assert all(ok for _, ok in first.events + resumed.events)
+        assert [event for event, _ in first.events] == ["call", "call", "first_forward", "call", "first_step"]
+        # DDPStrategy restores the model before it wraps it, so before there is anything to watch.
+        assert ("load", True) in resumed.events or options is ddp
+        assert first.hooks == resumed.hooks == 0, "hooks are left behind"
+
+
+def swap_and_save(module: Any) -> None:
+    """When the first forward is over and its gate gone: the next look is that of the save."""
+    if module.batches == 2:
+        weight = module.net[0].weight
+        torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().clone()))
+        module.trainer.save_checkpoint(os.path.join(module.trainer.default_root_dir, "diverged"))
+
+
+def run_strategy_hook(
+    options: Callable[[str], dict[str, Any]], folder: str, hook: str, action: Callable[[Any], None]
+) -> Outcome:
+    return run(NAMESPACES[0], folder, hooks={hook: action}, **options(NAMESPACES[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "hook", "action", "event", "kind"),
+    [
+        (ddp, "on_fit_start", set_weight, "call", Kind.REPLACED_PARAMETER),
+        (ddp, "on_train_start", assign, "load", Kind.REPLACED_PARAMETER),
+        (fsdp2, "on_train_start", set_weight, "first_step", Kind.REPLACED_PARAMETER),
+        (fsdp2, "training_step", swap_and_save, "save", Kind.DETACHED_STORAGE),
+    ],
+)
+def test_divergence_of_other_runtimes(
+    ranks: Ranks,
+    options: Callable[[str], dict[str, Any]],
+    hook: str,
+    action: Callable[[Any], None],
+    event: str,
+    kind: Kind,
+    tmp_path: Path,
+) -> None:
+    outcomes = ranks(run_strategy_hook, options, str(tmp_path), hook, action)
+    for outcome in outcomes:
+        assert outcome.report is not None, outcome.error
+    assert event in {outcome.report.event.value for outcome in outcomes}
+    for outcome in outcomes:
+        runtime = "torch_ddp" if options is ddp else "torch_fsdp2"
+        assert (kind, runtime) in {(d.kind, d.runtime) for d in outcome.report.divergences}
 
 
 def run_with_wandb(folder: str) -> tuple[str, int | None]:

@@ -40,6 +40,9 @@ _FAILURES_HEARD = 8
 
 _POLL_S = 0.5
 
+_ON_ITS_WAY_S = 5.0
+"""Longest wait, in seconds, for the report of a rank that has counted itself as failed; it takes milliseconds."""
+
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -216,7 +219,7 @@ class Verdicts:
         """
         heard: list[Report] = []
         looks: set[str] = set()
-        while len(heard) < _FAILURES_HEARD and self._reach_unread():
+        while len(heard) < _FAILURES_HEARD and self._reach_unread(wait=agreed is not None):
             look, round_, report = _decode(self._store.get(f"failure/{self._next}"))
             if agreed is not None and round_ > agreed:
                 break
@@ -231,13 +234,25 @@ class Verdicts:
         self._raised |= looks
         return heard
 
-    def _reach_unread(self) -> bool:
-        """Go to the next failure of another rank, and return whether it was published already."""
-        while self._next in self._own:  # its readers may have deleted it by now
-            self._own.remove(self._next)
-            self._next += 1
-        found: bool = self._store.check([f"failure/{self._next}"])
-        return found
+    def _reach_unread(self, *, wait: bool) -> bool:
+        """Go to the next failure of another rank, and return whether there is one.
+
+        Args:
+            wait: Whether to wait for one that is counted and not yet there: its rank is about to write it, and another
+                one that failed as well may have let all ranks pass meanwhile.
+        """
+        while True:
+            while self._next in self._own:  # its readers may have deleted it by now
+                self._own.remove(self._next)
+                self._next += 1
+            key = f"failure/{self._next}"
+            if self._store.check([key]):
+                return True
+            if not wait or self._store.add("failures", 0) <= self._next:
+                return False
+            if self._wait(key, _ON_ITS_WAY_S):
+                return True
+            self._next += 1  # its rank has died in between
 
     def _count_read(self, index: int) -> None:
         if self._store.add(f"failure/{index}/read", 1) == self._size - 1:

@@ -7,18 +7,20 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_guard import Divergence, Guard, HolderDivergenceError, Report
+from fsdp_guard import Divergence, Guard, HolderDivergenceError, Report, verdict
 from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard.verdict import Verdicts
 from tests import main_layout
@@ -402,6 +404,43 @@ def test_stores(kind: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for shared in pool.map(act, range(4)):
             assert shared == [clean, found, clean]
+
+
+def share_while_rank_0_writes(monkeypatch: pytest.MonkeyPatch, write: Callable[[], None]) -> Report:
+    """Let ranks 0 and 2 fail at once, rank 0 calling ``write`` after it is counted; return what rank 1 hears."""
+    members = [Member(store, rank, 3) for store in [dist.HashStore()] for rank in range(3)]
+    divergence = Divergence(Kind.BROKEN_TIE, "head.weight", "mfsdp_v2", "seen", "do")
+    counted, encode = Event(), verdict._encode
+
+    def encode_late(report: Report, *rest: Any) -> str:
+        if report.rank == 0:
+            counted.set()
+            write()
+        return encode(report, *rest)
+
+    def fail(rank: int) -> Report:
+        report = Report((replace(divergence, rank=rank),), rank=rank)
+        return members[rank].share(report, collective=True)
+
+    monkeypatch.setattr(verdict, "_encode", encode_late)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(fail, 0)
+        assert counted.wait(SECONDS)
+        pool.submit(fail, 2).result()
+        heard = members[1].share(Report(parameters_checked=1, rank=1), collective=True)
+        assert first.exception() is None or isinstance(first.exception(), SystemExit)
+    return heard
+
+
+def test_a_failure_that_is_still_being_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = share_while_rank_0_writes(monkeypatch, lambda: time.sleep(0.5))
+    assert heard.failed_ranks == (0, 2)
+
+
+def test_a_rank_that_died_while_writing_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "_ON_ITS_WAY_S", 0.5)
+    heard = share_while_rank_0_writes(monkeypatch, sys.exit)
+    assert heard.failed_ranks == (2,)
 
 
 def test_many_divergences_on_many_ranks_stay_bounded() -> None:

@@ -75,7 +75,7 @@ def refresh_stale(groups: Iterable[BoundGroup], stale: Iterable[Stale]) -> None:
     with torch.no_grad():
         for group, _ in groups:
             weights = group.weights()
-            if weights is not None and _agree(id(group) in stale_groups, weights, group.refreshed_together()):
+            if weights and _agree(id(group) in stale_groups, weights[0].main.device, group.refreshed_together()):
                 group.refresh()
 
 
@@ -86,35 +86,33 @@ def find_stale(groups: Iterable[BoundGroup]) -> list[Stale]:
     both, so it communicates nothing whatever the placements; every main weight is compared on the rank that has it.
     Takes less than 64 MiB of scratch, and synchronises once with each device that has compute weights of their own.
     """
-    compared: list[tuple[BoundGroup, Weights]] = []
-    sums: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
+    bound_groups = list(groups)
+    compared: dict[tuple[int, int], Weights] = {}
+    sums: dict[torch.device, list[tuple[tuple[int, int], torch.Tensor]]] = {}
     with torch.no_grad():
-        for bound in groups:
-            weights = bound.group.weights()
-            if weights is None:
-                continue
-            positions = sorted({binding.position for binding in bound.bindings})
-            for position, differing in _count_differing(weights, positions):
-                sums.setdefault(differing.device, []).append((len(compared), position, differing))
-            compared.append((bound, weights))
+        for number, (group, bindings) in enumerate(bound_groups):
+            bound = {binding.position for binding in bindings}
+            for weights in group.weights():
+                positions = sorted(bound & weights.spans.keys())
+                compared.update({(number, position): weights for position in positions})
+                for position, differing in _count_differing(weights, positions):
+                    sums.setdefault(differing.device, []).append(((number, position), differing))
         totals: dict[tuple[int, int], int] = {}
         for entries in sums.values():
-            numbers = torch.stack([differing for _, _, differing in entries]).tolist()
-            for (group_number, position, _), count in zip(entries, numbers, strict=True):
-                totals[group_number, position] = totals.get((group_number, position), 0) + count
+            counts = torch.stack([differing for _, differing in entries]).tolist()
+            for (key, _), count in zip(entries, counts, strict=True):
+                totals[key] = totals.get(key, 0) + count
     return [
-        Stale(
-            bound.group,
-            binding,
-            number,
-            weights.spans[binding.position][1] - weights.spans[binding.position][0],
-            weights.main.dtype,
-            weights.compute.dtype,
-        )
-        for group_number, (bound, weights) in enumerate(compared)
-        for binding in bound.bindings
-        if (number := totals.get((group_number, binding.position), 0))
+        _stale(bound_groups[number].group, binding, compared[number, binding.position], count)
+        for number, (_, bindings) in enumerate(bound_groups)
+        for binding in bindings
+        if (count := totals.get((number, binding.position), 0))
     ]
+
+
+def _stale(group: Group, binding: Binding, weights: Weights, differing: int) -> Stale:
+    start, end = weights.spans[binding.position]
+    return Stale(group, binding, differing, end - start, weights.main.dtype, weights.compute.dtype)
 
 
 def _count_differing(weights: Weights, positions: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -171,11 +169,11 @@ def _windows(weights: Weights, positions: Sequence[int], chunk: int) -> Iterator
         yield window
 
 
-def _agree(stale: bool, weights: Weights, together: Sequence[Any]) -> bool:
+def _agree(stale: bool, device: torch.device, together: Sequence[Any]) -> bool:
     """Return whether ``stale`` holds on any rank of the process groups; without any, on this one."""
     if not together:
         return stale
-    flag = torch.tensor([int(stale)], device=weights.main.device)
+    flag = torch.tensor([int(stale)], device=device)
     for process_group in together:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=process_group)
     return bool(flag.item())

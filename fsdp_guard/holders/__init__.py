@@ -24,6 +24,7 @@ from fsdp_guard.holders.base import (
     local_tensor,
     shown_parameter,
 )
+from fsdp_guard.holders.mfsdp_v1 import MfsdpV1
 from fsdp_guard.holders.mfsdp_v2 import MfsdpV2
 from fsdp_guard.holders.torch_ddp import TorchDdp
 from fsdp_guard.holders.torch_fsdp2 import TorchFsdp2
@@ -44,7 +45,7 @@ __all__ = [
     "take_inventory",
 ]
 
-RUNTIMES: tuple[Runtime, ...] = (MfsdpV2(), TorchFsdp2(), TorchDdp())
+RUNTIMES: tuple[Runtime, ...] = (MfsdpV2(), MfsdpV1(), TorchFsdp2(), TorchDdp())
 
 # Names that wrappers insert and torch's own state-dict helpers leave out: torch.compile's OptimizedModule._orig_mod
 # and torch.distributed's CheckpointWrapper._checkpoint_wrapped_module (both torch 2.1 to 2.13).

@@ -24,17 +24,17 @@ from fsdp_guard.report import DivergenceKind, UnsupportedLayoutError
 
 
 class Weights(NamedTuple):
-    """The elements that this rank has both of the main and of the compute weights of a group.
+    """The elements that this rank has both of the main and of the compute weights of one or more holders.
 
     Args:
         main: Flat view, shape ``(n,)``, in the dtype of the main weights.
         compute: Flat view of the same elements, shape ``(n,)``, in the dtype of the compute weights.
-        spans: For each holder, the first of its elements in the two views and the one after its last.
+        spans: For each holder, by its position, the first of its elements in the two views and the one after its last.
     """
 
     main: torch.Tensor
     compute: torch.Tensor
-    spans: Sequence[tuple[int, int]]
+    spans: Mapping[int, tuple[int, int]]
 
 
 class Group(ABC):
@@ -88,9 +88,9 @@ class Group(ABC):
         """Whether what an optimizer writes to the resting parameter gets to the weights that forward reads."""
         return True
 
-    def weights(self) -> Weights | None:
-        """What this rank has of the main weights and of the compute weights; ``None`` where the two are one."""
-        return None
+    def weights(self) -> Sequence[Weights]:
+        """What this rank has of the main weights and of the compute weights; nothing where the two are one."""
+        return ()
 
     def refresh(self) -> None:
         """Let the runtime fill the compute weights from the main weights."""

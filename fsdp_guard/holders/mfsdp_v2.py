@@ -77,25 +77,26 @@ class _MfsdpV2Group(Group):
         mark = getattr(self.resting(position), "_mfsdp_parameter_group", None)
         return (mark() if isinstance(mark, weakref.ref) else mark) is self.raw
 
-    def weights(self) -> Weights | None:
+    def weights(self) -> Sequence[Weights]:
         """Cut both buffers to the part of the group that this rank has of each."""
         # FsdpParameterGroup.main_weight and model_weight (both layouts): one DBuffer where dtypes and placements
         # agree. They share one layout, so an element has the same global offset in both. Read again here, since a
         # refresh of the main layout puts a new DBuffer in model_weight's place.
         main, model = self.raw.main_weight, self.raw.model_weight
         if main is model:
-            return None
+            return ()
         _wait_for(main)
         _wait_for(model)
         main_flat, model_flat = _flat(main), _flat(model)
         main_start, model_start = _offset(main), _offset(model)
         start = max(main_start, model_start)
         end = max(start, min(main_start + main_flat.numel(), model_start + model_flat.numel()))
-        return Weights(
-            main_flat[start - main_start : end - main_start],
-            model_flat[start - model_start : end - model_start],
-            [(min(max(a, start), end) - start, min(max(b, start), end) - start) for a, b in _spans(main)],
-        )
+        spans = {
+            position: (min(max(a, start), end) - start, min(max(b, start), end) - start)
+            for position, (a, b) in enumerate(_spans(main))
+        }
+        main_part = main_flat[start - main_start : end - main_start]
+        return [Weights(main_part, model_flat[start - model_start : end - model_start], spans)]
 
     def refresh(self) -> None:
         """Call the group's own refresh."""

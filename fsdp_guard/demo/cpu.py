@@ -1,7 +1,8 @@
-"""Run Megatron-FSDP V2 without a GPU.
+"""Run Megatron-FSDP, V1 and V2, without a GPU.
 
 On the CPU everything runs in order, so the streams and events that the runtime synchronises have nothing to do. It
 asks torch.cuda for them all the same; inert stand-ins for just those names are enough (megatron-fsdp 0.6.0 and 0.6.1).
+V1 also asks for the current device, and moves to it what it gathers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ class _Stream:
     def wait_event(self, event: _Stream) -> None:
         """Nothing to wait for."""
 
+    def wait(self, stream: _Stream | None = None) -> None:
+        """Nothing to wait for."""
+
     def record_event(self, event: _Stream | None = None) -> _Stream:
         """Return an event that has happened."""
         return event or _Stream()
 
 
 def install_cuda_stand_ins() -> None:
-    """Replace the stream functions of ``torch.cuda`` in this process.
+    """Replace the functions of ``torch.cuda`` that the runtime calls, and ``Tensor.cuda``, in this process.
 
     Raises:
         RuntimeError: There is a GPU, whose real streams must be used.
@@ -42,11 +46,14 @@ def install_cuda_stand_ins() -> None:
     stand_ins: dict[str, Any] = {
         "Stream": _Stream,
         "Event": _Stream,
+        "current_device": lambda: 0,
         "current_stream": lambda device=None: _Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    unmoved: Any = lambda self, *args, **kwargs: self  # noqa: E731
+    torch.Tensor.cuda = unmoved  # type: ignore[method-assign]
     torch.cuda.nvtx.range_push = lambda label: 0
     torch.cuda.nvtx.range_pop = lambda: 0

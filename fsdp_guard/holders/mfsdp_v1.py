@@ -33,6 +33,10 @@ class MfsdpV1(Runtime):
             "in place, under torch.no_grad(). A new parameter lacks the runtime's mark (_megatron_fsdp_model), which "
             'is what fully_shard_optimizer() means by "could not retrieve a reference to MegatronFSDP".'
         ),
+        DivergenceKind.UNMANAGED_PARAMETER: (
+            "Add the parameter before fully_shard_model(). If it was tied to another one, tie it again: let the module "
+            "show the other one here too. The runtime stops at its next switch otherwise, with an AssertionError."
+        ),
         DivergenceKind.STALE_COMPUTE_WEIGHT: (
             "After torch.distributed.checkpoint.load(), which runs none of the hooks that refresh them, call "
             "model.load_state_dict() with what was loaded, or fsdp_guard.refresh(model), on every rank."

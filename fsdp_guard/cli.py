@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name. Default: those of the process.
 
     Returns:
-        The exit status: 0 for success, 1 if the demo went other than it should, 2 for a wrong call or installation.
+        The exit status: 0 for success; 1 if the demo went other than it should, or the doctor found a runtime that it
+        does not guard; 2 for a wrong call or installation.
     """
     parser = argparse.ArgumentParser(
         prog="fsdp-guard", description="Checks that a sharding runtime and the module it wraps agree on the parameters."
@@ -31,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path("fsdp-guard-demo"),
         help="folder for the plot and the offline W&B run (default: %(default)s)",
     )
+    commands.add_parser("doctor", help="try every sharding runtime that is installed; exit 1 if one is not guarded")
     parsed = parser.parse_args(arguments)
-    return _demo(parsed.output)
+    return _doctor() if parsed.command == "doctor" else _demo(parsed.output)
 
 
 def _demo(output: Path) -> int:
@@ -45,3 +49,9 @@ def _demo(output: Path) -> int:
     from fsdp_guard.demo.stage import run_demo
 
     return run_demo(output)
+
+
+def _doctor() -> int:
+    # In a process of its own, which makes a process group; and on the CPU, as in a container build.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, "-m", "fsdp_guard.doctor"], env=environment, check=False).returncode

@@ -106,6 +106,9 @@ class Runtime(ABC):
 
     name: ClassVar[str]
 
+    sources: ClassVar[Mapping[str, str]]
+    """The modules that offer the runtime, each with the distribution that it comes in."""
+
     remedies: ClassVar[Mapping[DivergenceKind, str]] = {}
     """What to do about a divergence, where this runtime needs another sentence than others."""
 
@@ -119,6 +122,15 @@ class Runtime(ABC):
 
         Raises:
             UnsupportedLayoutError: This version of the runtime keeps its holders in an unknown way.
+        """
+
+    @abstractmethod
+    def wrap(self, source: Any, model: nn.Module) -> nn.Module:
+        """Put ``model`` under the runtime, on the CPU and over all ranks, for ``fsdp-guard doctor`` to read.
+
+        Args:
+            source: One of the modules in ``sources``, imported.
+            model: A bfloat16 model without units.
         """
 
     def leaves_alone(self, unit: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -14,7 +14,9 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_guard.holders.base import Group, Runtime, Weights, local_tensor, require, unsupported
 from fsdp_guard.report import DivergenceKind
@@ -26,6 +28,11 @@ class MfsdpV1(Runtime):
     """Reads ``MegatronFSDP`` modules."""
 
     name = "mfsdp_v1"
+
+    sources: ClassVar = {
+        "megatron_fsdp": "megatron-fsdp",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp": "megatron-core",
+    }
 
     remedies: ClassVar = {
         DivergenceKind.REPLACED_PARAMETER: (
@@ -50,6 +57,20 @@ class MfsdpV1(Runtime):
     def groups(self, unit: nn.Module) -> Sequence[Group]:
         """Return one group: all parameters of the model."""
         return [_MfsdpV1Group(unit)]
+
+    def wrap(self, source: Any, model: nn.Module) -> nn.Module:
+        """Shard everything, with float32 main weights."""
+        # It also asks for a dimension for tensor parallelism, and for at least one module to gather apart.
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+        wrapped: nn.Module = source.fully_shard_model(
+            model,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            tp_dim="tp",
+            fsdp_unit_modules=[type(child) for child in model.children()],
+            device=torch.device("cpu"),
+        )
+        return wrapped
 
 
 def _is_unit_class(cls: type) -> bool:

@@ -13,12 +13,16 @@ https://github.com/NVIDIA/Megatron-LM.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from fsdp_guard.holders.base import Group, Runtime, Weights, require, unsupported
 
@@ -30,6 +34,11 @@ class MfsdpV2(Runtime):
 
     name = "mfsdp_v2"
 
+    sources: ClassVar = {
+        "megatron_fsdp.experimental": "megatron-fsdp",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental": "megatron-core",
+    }
+
     def manages(self, cls: type[nn.Module]) -> bool:
         """Whether ``fully_shard`` gave a module this class."""
         # By class and never by hasattr: wrappers such as OptimizedModule answer for the module that they wrap.
@@ -39,6 +48,17 @@ class MfsdpV2(Runtime):
         """Return the groups of ``unit``, read in whichever layout they have."""
         # FsdpModule.parameter_groups: a public property in both layouts.
         return [_read_group(raw) for raw in require(unit, "parameter_groups", *_PACKAGES)]
+
+    def wrap(self, source: Any, model: nn.Module) -> nn.Module:
+        """Shard everything, with float32 main weights."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        # The main layout has a context for several calls, and takes Shard(0) where the released one takes Flat().
+        is_main = hasattr(source, "fully_shard_context")
+        flat = Shard(0) if is_main else source.Flat()
+        placements = source.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat])
+        with source.fully_shard_context() if is_main else contextlib.nullcontext():
+            source.fully_shard(model, mesh, placements)
+        return model
 
 
 def _is_unit_class(cls: type) -> bool:

@@ -27,6 +27,8 @@ class TorchDdp(Runtime):
 
     name = "torch_ddp"
 
+    sources: ClassVar = {"torch.nn.parallel": "torch"}
+
     remedies: ClassVar = {
         DivergenceKind.REPLACED_PARAMETER: (
             "Load with load_state_dict(..., assign=False), the default, or before the model is wrapped in "
@@ -51,6 +53,11 @@ class TorchDdp(Runtime):
     def groups(self, unit: nn.Module) -> Sequence[Group]:
         """Return one group: what the reducer has."""
         return [_DdpGroup(unit)]
+
+    def wrap(self, source: Any, model: nn.Module) -> nn.Module:
+        """Wrap the model."""
+        wrapped: nn.Module = source.DistributedDataParallel(model)
+        return wrapped
 
     def leaves_alone(self, unit: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         """Whether DDP was told to ignore the parameter, or to reduce it apart."""

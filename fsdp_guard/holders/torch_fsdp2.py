@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +27,8 @@ class TorchFsdp2(Runtime):
     """Reads the units of FSDP2: modules whose class ``fully_shard`` extended by ``FSDPModule``."""
 
     name = "torch_fsdp2"
+
+    sources: ClassVar = {"torch.distributed.fsdp": "torch"}
 
     remedies: ClassVar = {
         DivergenceKind.REPLACED_PARAMETER: (
@@ -66,6 +70,11 @@ class TorchFsdp2(Runtime):
             group = require(state, "_fsdp_param_group", "torch")
             groups = [] if group is None else [group]
         return [_Fsdp2Group(group) for group in groups]
+
+    def wrap(self, source: Any, model: nn.Module) -> nn.Module:
+        """Shard everything."""
+        source.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
 
     def leaves_alone(self, unit: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         """Whether another parallelism has sharded the parameter; FSDP2 keeps no record of ``ignored_params``."""

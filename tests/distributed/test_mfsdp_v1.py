@@ -208,7 +208,7 @@ def run_wrong(change: Callable[[Any], None], strategy: str, materialized: bool) 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_wrong(ranks: Ranks, change: Callable[[Any], None], strategy: str, materialized: bool) -> None:
-    # There, any place is right: the runtime copies to where the parameter is, or points it at a buffer it has just made.
+    # There, any place is right: the runtime copies to where the parameter is, or points it at a buffer of its own.
     is_right = change is converted and materialized and strategy in ("no_shard", "optim_grads_params")
     for diverged in ranks(run_wrong, change, strategy, materialized):
         assert sorted(diverged) == ([] if is_right else sorted(WRONG[change]))

@@ -1,4 +1,4 @@
-"""Shard small models with the Megatron-FSDP V2 that is installed, whichever of its two layouts that is."""
+"""Shard small models with the Megatron-FSDP that is installed; V2 in whichever of its two layouts that has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import megatron_fsdp
 import torch
 import torch.distributed as dist
 from megatron_fsdp import experimental
@@ -59,6 +60,26 @@ def shard_as(
     with package.fully_shard_context() if MAIN_LAYOUT else contextlib.nullcontext():
         for unit in units:
             package.fully_shard(unit, shared_mesh, placements, mixed_precision_policy=policy)
+
+
+def shard_v1(
+    model: nn.Module,
+    *units: type[nn.Module],
+    strategy: str = "optim_grads_params",
+    main_params_dtype: torch.dtype | None = torch.float32,
+) -> Any:
+    """Wrap ``model`` with Megatron-FSDP V1, gathering modules of the classes ``units`` apart."""
+    return megatron_fsdp.fully_shard_model(
+        model,
+        device_mesh=init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")),
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=units,
+        device=torch.device(DEVICE),
+        zero_dp_strategy=strategy,
+        calculate_per_token_loss=True,  # sums gradients; gloo cannot average them
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main_params_dtype),
+    )
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -9,10 +9,8 @@ from typing import Any
 import megatron_fsdp
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_guard
@@ -20,7 +18,7 @@ from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import Guard, HolderDivergenceError, UnsupportedLayoutError
 from fsdp_guard.holders.base import local_tensor
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import DEVICE, Block, replace_parameter
+from tests.mfsdp import DEVICE, Block, replace_parameter, shard_v1
 
 Found = list[tuple[Kind, str]]
 
@@ -58,17 +56,7 @@ def wrapped(
     dtype, main_params_dtype = PRECISIONS[precision]
     model = Tied(look).to(DEVICE, dtype)
     model.body.down.requires_grad_(not freeze)
-    return megatron_fsdp.fully_shard_model(
-        model,
-        device_mesh=init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")),
-        dp_shard_dim="dp",
-        tp_dim="tp",
-        fsdp_unit_modules=[Block],
-        device=torch.device(DEVICE),
-        zero_dp_strategy=strategy,
-        calculate_per_token_loss=True,  # sums gradients; gloo cannot average them
-        mixed_precision_policy=megatron_fsdp.MixedPrecisionPolicy(main_params_dtype=main_params_dtype),
-    )
+    return shard_v1(model, Block, strategy=strategy, main_params_dtype=main_params_dtype)
 
 
 def sgd(model: nn.Module) -> Any:

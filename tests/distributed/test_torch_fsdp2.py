@@ -552,11 +552,13 @@ def test_copies(ranks: Ranks) -> None:
 
 def run_unknown_layout(attribute: str) -> str:
     model = sharded_linear()
-    (group,) = model._get_fsdp_state()._fsdp_param_groups if attribute != "groups" else (None,)
-    if group is None:
-        del model._get_fsdp_state()._fsdp_param_groups
+    state = model._get_fsdp_state()
+    groups = "_fsdp_param_groups" if hasattr(state, "_fsdp_param_groups") else "_fsdp_param_group"  # torch 2.11
+    if attribute == "groups":
+        delattr(state, groups)
     else:
-        delattr(group, attribute)
+        group = getattr(state, groups)
+        delattr(group[0] if isinstance(group, list) else group, attribute)
     try:
         fsdp_guard.inspect(model)
     except UnsupportedLayoutError as error:
@@ -564,10 +566,11 @@ def run_unknown_layout(attribute: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("attribute", ["fsdp_params", "modules", "_reset_sharded_params"])
+@pytest.mark.parametrize("attribute", ["fsdp_params", "modules", "_reset_sharded_params", "groups"])
 def test_unknown_layout_is_a_clear_error(ranks: Ranks, attribute: str) -> None:
     for message in ranks(run_unknown_layout, attribute):
-        assert message == f"torch {torch.__version__}: {attribute}"
+        seen = "_fsdp_param_group" if attribute == "groups" else attribute
+        assert message == f"torch {torch.__version__}: {seen}"
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fsdp_guard.callbacks.huggingface import HfFsdpGuard as HfFsdpGuard
     from fsdp_guard.callbacks.lightning import FsdpGuard as FsdpGuard
 
-_HOMES = {"FsdpGuard": "fsdp_guard.callbacks.lightning"}
+_HOMES = {"FsdpGuard": "fsdp_guard.callbacks.lightning", "HfFsdpGuard": "fsdp_guard.callbacks.huggingface"}
 
-__all__ = ["FsdpGuard"]
+__all__ = ["FsdpGuard", "HfFsdpGuard"]
 
 
 def __getattr__(name: str) -> object:

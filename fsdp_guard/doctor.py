@@ -74,7 +74,7 @@ def examine(runtime: Runtime) -> Iterator[Finding]:
         except ModuleNotFoundError:
             continue  # a package above it has no such module
         except Exception as error:
-            yield Finding(runtime.name, source, _installed(distribution), _failure("cannot be imported", error))
+            yield Finding(runtime.name, source, _installed(distribution), _failure("Cannot be imported", error))
             continue
         yield Finding(runtime.name, source, _installed(distribution), _try(runtime, source))
 
@@ -96,7 +96,7 @@ def _try(runtime: Runtime, source: str) -> str:
     try:
         model = runtime.wrap(importlib.import_module(source), nn.Sequential(nn.Linear(4, 4)).bfloat16())
     except Exception as error:
-        return _failure("a small model could not be wrapped on the CPU", error)
+        return _failure("A small model could not be wrapped on the CPU", error)
     try:
         report = inspect(model, values=True)
         if not report.ok or report.runtimes != (runtime.name,) or report.parameters_checked != 2:
@@ -107,7 +107,7 @@ def _try(runtime: Runtime, source: str) -> str:
     except UnsupportedLayoutError as error:
         return str(error)
     except Exception as error:
-        return _failure("the holders could not be read", error)
+        return _failure("The holders could not be read", error)
     return ""
 
 
@@ -127,7 +127,7 @@ def _installed(distribution: str) -> str:
 
 def _failure(what: str, error: Exception) -> str:
     (*_, last) = traceback.format_exception_only(error)
-    return f"{what[0].upper()}{what[1:]}: {last.strip()}"
+    return f"{what}: {last.strip()}"
 
 
 if __name__ == "__main__":

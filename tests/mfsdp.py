@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp_guard import DivergenceKind, Report
 from fsdp_guard.demo.case import CHECKPOINT, INITIAL, INITIAL_LOSS
 
 MAIN_LAYOUT = hasattr(experimental, "fully_shard_context")
@@ -94,6 +95,11 @@ def sharded_linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     model = linear(dtype)
     shard(model)
     return model
+
+
+def found_in(report: Report) -> list[tuple[DivergenceKind, str]]:
+    """Kind and FQN of each divergence."""
+    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
 
 
 def replace_parameter(module: nn.Module, name: str = "weight") -> None:

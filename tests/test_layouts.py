@@ -14,7 +14,7 @@ import fsdp_guard
 from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import Guard, HolderDivergenceError, UnsupportedLayoutError
 from tests import main_layout
-from tests.mfsdp import MAIN_LAYOUT
+from tests.mfsdp import MAIN_LAYOUT, found_in
 
 
 class Tied(nn.Module):
@@ -33,10 +33,6 @@ def tied_unit(dtype: torch.dtype = torch.float32) -> Any:
     return main_layout.fully_shard(Tied().to(dtype))
 
 
-def found(report: fsdp_guard.Report) -> list[tuple[Kind, str]]:
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
-
-
 def test_tie_is_one_holder_with_two_bindings() -> None:
     report = fsdp_guard.inspect(tied_unit())
     assert report.ok, str(report)
@@ -46,13 +42,13 @@ def test_tie_is_one_holder_with_two_bindings() -> None:
 def test_half_of_a_tie_replaced() -> None:
     model = tied_unit()
     model.head.weight = nn.Parameter(torch.zeros(4, 4))
-    assert found(fsdp_guard.inspect(model)) == [(Kind.BROKEN_TIE, "head.weight")]
+    assert found_in(fsdp_guard.inspect(model)) == [(Kind.BROKEN_TIE, "head.weight")]
 
 
 def test_half_of_a_tie_unsharded() -> None:
     model = tied_unit()
     model.head.weight = model.parameter_groups[0].fsdp_parameters[0].unsharded
-    assert found(fsdp_guard.inspect(model)) == [(Kind.MIXED_PHASE, "head.weight")]
+    assert found_in(fsdp_guard.inspect(model)) == [(Kind.MIXED_PHASE, "head.weight")]
 
 
 def test_nested_units_and_optimizer() -> None:
@@ -72,7 +68,7 @@ def test_unsharded_parameters_may_lie_in_either_buffer() -> None:
         group._show(parameter, parameter.unsharded)
     assert fsdp_guard.inspect(model).ok
     group.fsdp_parameters[1].unsharded.data = torch.zeros(4, 4, dtype=torch.bfloat16)
-    assert found(fsdp_guard.inspect(model)) == [(Kind.DETACHED_STORAGE, "body.weight")]
+    assert found_in(fsdp_guard.inspect(model)) == [(Kind.DETACHED_STORAGE, "body.weight")]
 
 
 def stale_unit() -> Any:
@@ -84,7 +80,7 @@ def stale_unit() -> Any:
 
 def test_refresh_puts_a_new_buffer_in_place() -> None:
     model = stale_unit()
-    assert found(fsdp_guard.inspect(model, values=True)) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
+    assert found_in(fsdp_guard.inspect(model, values=True)) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
     assert fsdp_guard.refresh(model) == ["body.weight"]
     assert fsdp_guard.inspect(model, values=True).ok
     assert fsdp_guard.refresh(model) == []
@@ -101,7 +97,7 @@ def test_guard_says_what_a_refresh_left_stale() -> None:
     model.parameter_groups[0].sync_model_weight_from_main_weight = lambda: None
     with pytest.raises(HolderDivergenceError) as raised:
         Guard(reporters=[], refresh_stale=True).check(model, values=True)
-    assert found(raised.value.report) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
+    assert found_in(raised.value.report) == [(Kind.STALE_COMPUTE_WEIGHT, "body.weight")]
 
 
 @pytest.mark.parametrize("call", [lambda model: model.half(), lambda model: model.to("meta")], ids=["half", "meta"])
@@ -112,7 +108,7 @@ def test_converted(call: Any) -> None:
         call(model)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    assert {kind for kind, _ in found(fsdp_guard.inspect(model))} >= {Kind.DETACHED_STORAGE}
+    assert {kind for kind, _ in found_in(fsdp_guard.inspect(model))} >= {Kind.DETACHED_STORAGE}
 
 
 def test_load_that_the_runtime_refuses_leaves_the_watch_usable() -> None:
@@ -147,7 +143,7 @@ def test_watching_keeps_nothing_alive() -> None:
 def test_deep_copy_is_cut_off_from_its_own_buffers() -> None:
     # torch copies each Parameter into a storage of its own, so the copy's buffers are nobody's: a true divergence.
     model = tied_unit()
-    assert {kind for kind, _ in found(fsdp_guard.inspect(copy.deepcopy(model)))} == {Kind.DETACHED_STORAGE}
+    assert {kind for kind, _ in found_in(fsdp_guard.inspect(copy.deepcopy(model)))} == {Kind.DETACHED_STORAGE}
     assert fsdp_guard.inspect(model).ok
 
 

@@ -35,6 +35,11 @@ class _Stream:
         return event or _Stream()
 
 
+def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    del args, kwargs
+    return tensor
+
+
 def install_cuda_stand_ins() -> None:
     """Replace the functions of ``torch.cuda`` that the runtime calls, and ``Tensor.cuda``, in this process.
 
@@ -53,7 +58,6 @@ def install_cuda_stand_ins() -> None:
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
-    unmoved: Any = lambda self, *args, **kwargs: self  # noqa: E731
-    torch.Tensor.cuda = unmoved  # type: ignore[method-assign]
+    torch.Tensor.cuda = _stay  # type: ignore[method-assign, assignment]
     torch.cuda.nvtx.range_push = lambda label: 0
     torch.cuda.nvtx.range_pop = lambda: 0

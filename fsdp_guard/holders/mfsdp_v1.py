@@ -21,8 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_guard.holders.base import Group, Runtime, Weights, local_tensor, require, unsupported
 from fsdp_guard.report import DivergenceKind
 
-_PACKAGES = ("megatron-fsdp", "megatron-core")
-
 
 class MfsdpV1(Runtime):
     """Reads ``MegatronFSDP`` modules."""
@@ -71,6 +69,9 @@ class MfsdpV1(Runtime):
             device=torch.device("cpu"),
         )
         return wrapped
+
+
+_PACKAGES = tuple(MfsdpV1.sources.values())
 
 
 def _is_unit_class(cls: type) -> bool:

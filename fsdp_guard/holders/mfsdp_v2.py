@@ -26,8 +26,6 @@ from torch.distributed.tensor import Shard
 
 from fsdp_guard.holders.base import Group, Runtime, Weights, require, unsupported
 
-_PACKAGES = ("megatron-fsdp", "megatron-core")
-
 
 class MfsdpV2(Runtime):
     """Reads the units of Megatron-FSDP V2: modules whose class ``fully_shard`` extended by ``FsdpModule``."""
@@ -59,6 +57,9 @@ class MfsdpV2(Runtime):
         with source.fully_shard_context() if is_main else contextlib.nullcontext():
             source.fully_shard(model, mesh, placements)
         return model
+
+
+_PACKAGES = tuple(MfsdpV2.sources.values())
 
 
 def _is_unit_class(cls: type) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fsdp_guard
+from tests.mfsdp import replace_parameter
 
 
 class Net(nn.Module):
@@ -54,7 +55,7 @@ class Replace(TrainerCallback):
 
 def replace(model: Any) -> None:
     if dist.get_rank() == 1:
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        replace_parameter(model.head)
 
 
 @contextlib.contextmanager

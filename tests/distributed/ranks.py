@@ -6,6 +6,8 @@ import importlib
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -82,6 +84,13 @@ class Ranks:
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
+
+
+def torchrun(size: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``module`` on ``size`` ranks under torchrun."""
+    options = ["--nproc-per-node", str(size), "--master-port", str(free_port()), "-m", module, *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import torchrun
 
 TRAINED = ["call", "first_forward", "first_step", "save", "save", "call"]
 """Events of a whole training of four steps, saved after the second and the last."""
@@ -19,11 +20,7 @@ TRAINED = ["call", "first_forward", "first_step", "save", "save", "call"]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
     folder: Path = tmp_path_factory.mktemp("huggingface")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    script = ["-m", "tests.distributed.launched_huggingface", str(folder)]
-    done = subprocess.run(
-        [*torchrun, str(free_port()), *script], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = torchrun(2, "tests.distributed.launched_huggingface", str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], done.stderr
 
@@ -47,7 +44,7 @@ def test_healthy_runs_go_on(launched: tuple[list[Any], str], case: str, events: 
     [
         ("replaced_before_a_save", "replaced_parameter", "save", "save"),
         ("replaced_before_the_end", "replaced_parameter", "call", "call"),
-        ("added_before_a_load_and_an_evaluation", "unmanaged_parameter", "load", "first_forward"),
+        ("added_before_a_load_and_an_evaluation", "unmanaged_parameter", "load", "call|load|first_forward"),
     ],
 )
 def test_all_ranks_stop_at_what_one_has(
@@ -57,7 +54,8 @@ def test_all_ranks_stop_at_what_one_has(
     assert kind in failing
     assert f"at event '{event}' on rank 1" in failing
     assert kind in other
-    assert f"on rank 1, said at event '{heard_at}' on rank 0" in other
+    # A load and a forward wait for nobody: at which look of its own rank 0 hears of them is a race.
+    assert re.search(f"on rank 1, said at event '({heard_at})' on rank 0", other)
 
 
 def test_a_diverged_run_overwrites_no_checkpoint(launched: tuple[list[Any], str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch import multiprocessing, nn
 from fsdp_guard import Guard, HolderDivergenceError
 from fsdp_guard.reporters.wandb import ALERT_TITLE
 from tests import main_layout
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import torchrun
 from tests.mfsdp import replace_parameter
 from tests.wandb_file import read_run
 
@@ -24,10 +22,8 @@ SECONDS = 60
 
 def launch(case: str, folder: Path, size: int, failing: int) -> int:
     """Run ``launched.py`` under torchrun and return its exit status."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port"]
-    script = ["-m", "tests.distributed.launched", case, str(folder), str(failing)]
     started = time.monotonic()
-    result = subprocess.run([*torchrun, str(free_port()), *script], capture_output=True, text=True, check=False)
+    result = torchrun(size, "tests.distributed.launched", case, str(folder), str(failing))
     assert time.monotonic() - started < SECONDS, result.stderr
     return result.returncode
 

@@ -18,7 +18,7 @@ from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import Guard, HolderDivergenceError, UnsupportedLayoutError
 from fsdp_guard.holders.base import local_tensor
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import DEVICE, Block, replace_parameter, shard_v1
+from tests.mfsdp import DEVICE, Block, found_in, replace_parameter, shard_v1
 
 Found = list[tuple[Kind, str]]
 
@@ -74,7 +74,7 @@ def found(model: nn.Module, optimizer: Any = None, values: bool = False) -> Foun
     report = fsdp_guard.inspect(model, optimizer, values=values)
     assert report.runtimes == ("mfsdp_v1",)
     assert report.parameters_checked > 0
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+    return found_in(report)
 
 
 def held_here(model: nn.Module) -> set[str]:
@@ -98,8 +98,9 @@ def run_clean(strategy: str, precision: str, freeze: bool) -> dict[str, tuple[in
         if optimizer is not None:
             # Compute weights are compared where all ranks come by.
             values = moment.startswith("after")
-            checked = fsdp_guard.inspect(model, optimizer).parameters_checked
-            seen[f"{moment} {len(seen)}"] = checked, found(model, optimizer, values)
+            report = fsdp_guard.inspect(model, optimizer, values=values)
+            assert report.runtimes == ("mfsdp_v1",)
+            seen[f"{moment} {len(seen)}"] = report.parameters_checked, found_in(report)
 
     model = wrapped(strategy, precision, look, freeze)
     optimizer = sgd(model)

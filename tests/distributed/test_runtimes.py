@@ -18,7 +18,7 @@ from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard.holders import RUNTIMES
 from fsdp_guard.holders.base import local_tensor
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import DEVICE, mesh, shard, shard_v1
+from tests.mfsdp import DEVICE, found_in, mesh, replace_parameter, shard, shard_v1
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -58,6 +58,11 @@ def inner(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
+def replace_by_plain(layer: Any) -> None:
+    """Not by a DTensor, which FSDP2 would take over at its first forward."""
+    layer.weight = nn.Parameter(torch.zeros(layer.weight.shape, device=DEVICE, dtype=layer.weight.dtype))
+
+
 def forward(model: Any) -> Any:
     return model(torch.ones(2, 4, device=DEVICE, dtype=torch.bfloat16))
 
@@ -68,12 +73,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def found(model: Any, optimizer: Any = None, values: bool = False) -> Found:
     report = fsdp_guard.inspect(model, optimizer, values=values)
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+    return found_in(report)
 
 
 def break_replaced_parameter(runtime: str) -> Found:
     model = WRAP[runtime](small())
-    inner(model).body.weight = nn.Parameter(torch.zeros(4, 4, device=DEVICE, dtype=torch.bfloat16))
+    replace_by_plain(inner(model).body)
     return found(model)
 
 
@@ -111,7 +116,7 @@ def break_mixed_phase(runtime: str) -> Found:
 
 def break_broken_tie(runtime: str) -> Found:
     model = WRAP[runtime](small(tied=True))
-    inner(model).head.weight = nn.Parameter(inner(model).head.weight.detach().clone())
+    replace_parameter(inner(model).head)
     return found(model)
 
 
@@ -132,7 +137,7 @@ def break_optimizer_orphan(runtime: str) -> Found:
     before = sgd(list(model.parameters()))
     model = WRAP[runtime](model)
     if runtime == "torch_ddp":  # which keeps the parameters that it is given
-        inner(model).body.weight = nn.Parameter(inner(model).body.weight.detach().clone())
+        replace_parameter(inner(model).body)
         before = sgd(model.parameters())
     return found(model, before)
 
@@ -221,7 +226,7 @@ def run_mixed(pair: tuple[str, str]) -> list[tuple[tuple[str, ...], int, int, Fo
     looks = []
     for broken in (None, *parts):
         if broken is not None:
-            inner(broken).body.weight = nn.Parameter(torch.zeros(4, 4, device=DEVICE, dtype=torch.bfloat16))
+            replace_by_plain(inner(broken).body)
         report = fsdp_guard.inspect(model, sgd(model.parameters()) if broken is None else None)
         divergences = [(divergence.kind, divergence.runtime) for divergence in report.divergences]
         looks.append((report.runtimes, report.parameters_checked, report.parameters_unclaimed, divergences))
@@ -248,9 +253,9 @@ def run_trunk_and_head() -> list[tuple[tuple[str, ...], int, int, Found]]:
     looks = []
     for broken in (None, model.module.head, model.module.trunk.body):
         if broken is not None:
-            broken.weight = nn.Parameter(torch.zeros(broken.weight.shape, device=DEVICE, dtype=broken.weight.dtype))
+            replace_by_plain(broken)
         report = fsdp_guard.inspect(model)
-        divergences = [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+        divergences = found_in(report)
         looks.append((report.runtimes, report.parameters_checked, report.parameters_unclaimed, divergences))
     return looks
 

@@ -17,13 +17,13 @@ from torch.nn.utils import parametrize
 import fsdp_guard
 from fsdp_guard import DivergenceKind as Kind
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import DEVICE, MAIN_LAYOUT, Block, Tower, replace_parameter, shard, sharded_linear, tower
+from tests.mfsdp import DEVICE, MAIN_LAYOUT, Block, Tower, found_in, replace_parameter, shard, sharded_linear, tower
 
 Named = dict[str, tuple[list[tuple[Kind, str]], int]]
 
 
 def named(report: fsdp_guard.Report) -> tuple[list[tuple[Kind, str]], int]:
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences], report.parameters_checked
+    return found_in(report), report.parameters_checked
 
 
 def run_nested_units() -> Named:

@@ -18,7 +18,7 @@ import fsdp_guard
 from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import UnsupportedLayoutError
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import Block, Tower, replace_parameter
+from tests.mfsdp import Block, Tower, found_in, replace_parameter
 
 Found = list[tuple[Kind, str]]
 
@@ -48,7 +48,7 @@ def found(model: nn.Module, optimizer: Any = None) -> Found:
     report = fsdp_guard.inspect(model, optimizer)
     assert report.parameters_checked > 0
     assert report.runtimes == ("torch_ddp",)
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+    return found_in(report)
 
 
 # What is right.
@@ -255,7 +255,7 @@ def run_told_to_ignore() -> dict[str, tuple[int, int, Found]]:
     results = {}
     for name, model in models.items():
         report = fsdp_guard.inspect(model, sgd(model))
-        divergences = [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+        divergences = found_in(report)
         results[name] = report.parameters_checked, report.parameters_unclaimed, divergences
     replace_parameter(by_name.embed)
     results["others"] = 0, 0, found(models["ignored"])

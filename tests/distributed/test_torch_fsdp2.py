@@ -20,7 +20,7 @@ from fsdp_guard import DivergenceKind as Kind
 from fsdp_guard import UnsupportedLayoutError
 from fsdp_guard.demo.case import CHECKPOINT, INITIAL
 from tests.distributed.ranks import Ranks
-from tests.mfsdp import LOADED_LOSSES, STALE_LOSS, Block, Tower, replace_parameter
+from tests.mfsdp import LOADED_LOSSES, STALE_LOSS, Block, Tower, found_in, replace_parameter
 
 Found = list[tuple[Kind, str]]
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -78,7 +78,7 @@ def found(model: nn.Module, optimizer: Any = None, **options: Any) -> Found:
     report = fsdp_guard.inspect(model, optimizer, **options)
     assert report.parameters_checked > 0
     assert report.runtimes == ("torch_fsdp2",)
-    return [(divergence.kind, divergence.fqn) for divergence in report.divergences]
+    return found_in(report)
 
 
 # What FSDP2 repairs, or takes.

@@ -117,7 +117,10 @@ def added_before_a_load_and_an_evaluation(folder: Path, looks: list[Any]) -> Non
     trainer.train()
     if dist.get_rank() == 1:
         trainer.model.head.scale = nn.Parameter(torch.ones(1))
-    trainer.model.load_state_dict(trainer.model.state_dict())
+    try:
+        trainer.model.load_state_dict(trainer.model.state_dict())
+    finally:
+        dist.barrier()  # or rank 0 would wait in the forward for a rank that has raised and does not come
     trainer.evaluate()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_guard.holders import Inventory, ModuleIndex, outermost_units, take_inventory
+from fsdp_guard.holders import Inventory, ModuleIndex, UnitTree, hook_call, outermost_units, take_inventory
 from fsdp_guard.inputs import named_roots
 from fsdp_guard.report import Event, FsdpGuardError
 
@@ -47,7 +47,7 @@ class Watch:
         self._loads: weakref.WeakKeyDictionary[nn.Module, _Load] = weakref.WeakKeyDictionary()
         self._handles = self._hook_loads(models)
         self._open_gates: list[_Gate] = []
-        self._gates = [_Gate(self._open_gates, *self._forward_gate(*tree)) for tree in outermost_units(roots)]
+        self._gates = [_Gate(self._open_gates, *self._forward_gate(tree)) for tree in outermost_units(roots)]
         self._gates.append(_Gate(self._open_gates, self._register_steps, self._look_before_step))
         for gate in self._gates:
             gate.close()
@@ -108,24 +108,25 @@ class Watch:
                 )
             raise
 
-    def _forward_gate(self, prefix: str, units: Sequence[nn.Module]) -> tuple[Register, Callable[[], None]]:
-        refs = [weakref.ref(unit) for unit in units]
+    def _forward_gate(self, tree: UnitTree) -> tuple[Register, Callable[[], None]]:
+        prefix, outermost = tree.prefix, weakref.ref(tree.units[0])
+        # On every unit of the tree, since a script may call an inner one first, and ahead of the runtime's own hook,
+        # which puts the holders back on the module and so erases the evidence. On compiled modules around them, since
+        # there the hooks must be gone before Dynamo traces: they would cut its graph.
+        entrances = [weakref.ref(module) for module in (*tree.compiled, *tree.units)]
 
-        def register(hook: _Hook) -> list[RemovableHandle]:
-            # On every unit of the tree, since a script may call an inner one first, and ahead of the runtime's own
-            # hook, which puts the holders back on the module and so erases the evidence.
-            alive = [unit for ref in refs if (unit := ref()) is not None]
-            return [unit.register_forward_pre_hook(hook, prepend=True) for unit in alive]
+        def register(hook: _Hook) -> list[Remove]:
+            return [hook_call(module, hook) for ref in entrances if (module := ref()) is not None]
 
         def look() -> None:
-            outermost = refs[0]()
-            if outermost is not None:
-                self._look(lambda: take_inventory([(prefix, outermost)]), (), Event.FIRST_FORWARD)
+            unit = outermost()
+            if unit is not None:
+                self._look(lambda: take_inventory([(prefix, unit)]), (), Event.FIRST_FORWARD)
 
         return register, look
 
-    def _register_steps(self, hook: _Hook) -> list[RemovableHandle]:
-        return [_hook_step(optimizer, hook) for ref in self._optimizers if (optimizer := ref()) is not None]
+    def _register_steps(self, hook: _Hook) -> list[Remove]:
+        return [_hook_step(optimizer, hook).remove for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _look_before_step(self) -> None:
         roots = [(prefix, model) for prefix, ref in self._roots if (model := ref()) is not None]
@@ -155,7 +156,9 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-Register = Callable[[_Hook], list[RemovableHandle]]
+Remove = Callable[[], None]
+
+Register = Callable[[_Hook], list[Remove]]
 
 
 class _Gate:
@@ -163,7 +166,7 @@ class _Gate:
 
     Args:
         opened: Where the gate notes that it has opened.
-        register: Puts a hook on each of the calls and returns the handles.
+        register: Puts a hook on each of the calls and returns what takes them away.
         look: Called once.
     """
 
@@ -171,17 +174,17 @@ class _Gate:
         self._opened = opened
         self._register = register
         self._look = look
-        self._handles: list[RemovableHandle] = []
+        self._removes: list[Remove] = []
 
     def close(self) -> None:
         """Put the hooks up."""
-        self._handles = self._register(_Hook(self._on_call))
+        self._removes = self._register(_Hook(self._on_call))
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for remove in self._removes:
+            remove()
+        self._removes = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_call(self, *args: Any) -> None:

@@ -24,6 +24,7 @@ from fsdp_guard.holders.base import (
     local_tensor,
     shown_parameter,
 )
+from fsdp_guard.holders.compiled import hook_call, is_compiled
 from fsdp_guard.holders.mfsdp_v1 import MfsdpV1
 from fsdp_guard.holders.mfsdp_v2 import MfsdpV2
 from fsdp_guard.holders.torch_ddp import TorchDdp
@@ -37,8 +38,10 @@ __all__ = [
     "Inventory",
     "Loose",
     "ModuleIndex",
+    "UnitTree",
     "Weights",
     "address_range",
+    "hook_call",
     "local_tensor",
     "outermost_units",
     "remedy_of",
@@ -131,19 +134,36 @@ def remedy_of(runtime: str, kind: DivergenceKind) -> str | None:
     return next((found.remedies.get(kind) for found in RUNTIMES if found.name == runtime), None)
 
 
-def outermost_units(roots: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, list[nn.Module]]]:
-    """Return the trees of units: for each the FQN prefix, and its units, the outermost first."""
-    trees: list[tuple[str, list[nn.Module]]] = []
+class UnitTree(NamedTuple):
+    """An outermost unit and the units inside it.
+
+    Args:
+        prefix: What the FQNs of its parameters begin with.
+        units: The units, the outermost first.
+        compiled: The compiled modules around it, whose calls trace its hooks.
+    """
+
+    prefix: str
+    units: list[nn.Module]
+    compiled: list[nn.Module]
+
+
+def outermost_units(roots: Iterable[tuple[str, nn.Module]]) -> list[UnitTree]:
+    """Return the trees of units that are in the module trees."""
+    trees: list[UnitTree] = []
     for prefix, root in roots:
         path = None
+        compiled: list[tuple[str, nn.Module]] = []
         for place in _walk(root, prefix):
             if place.runtime is None:
-                continue
-            if path is not None and place.path.startswith(path):
-                trees[-1][1].append(place.module)
+                if place.enclosing is None and is_compiled(place.module):
+                    compiled.append((_dotted(place.path), place.module))
+            elif path is not None and place.path.startswith(path):
+                trees[-1].units.append(place.module)
             else:
                 path = _dotted(place.path)
-                trees.append((_dotted(place.fqn), [place.module]))
+                around = [module for above, module in compiled if path.startswith(above)]
+                trees.append(UnitTree(_dotted(place.fqn), [place.module], around))
     return trees
 
 

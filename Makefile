@@ -14,6 +14,8 @@ test: lint
 bench: $(VENV)/test.installed
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.agreement
+	$(BIN)/python -m benchmarks.values
+	$(BIN)/python -m benchmarks.step
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -12,20 +12,15 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_fsdp import experimental
-from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_guard
-from fsdp_guard.demo.cpu import install_cuda_stand_ins
+from benchmarks.sharded import join, shard
 from fsdp_guard.holders import take_inventory
 
 _PER_UNIT = 10
@@ -33,14 +28,10 @@ _PER_UNIT = 10
 
 def sharded_model(parameters: int) -> nn.Module:
     """Return a model of that many parameters of shape (4, 4), ten a unit."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    flat: Any = experimental.Flat()
-    placements = experimental.Placements(dp_axes=["dp"], parameter=[flat], gradient=[flat], optimizer=[flat])
     units = [
         nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(_PER_UNIT))) for _ in range(parameters // _PER_UNIT)
     ]
-    for unit in units:
-        experimental.fully_shard(unit, mesh, placements, mixed_precision_policy=MixedPrecisionPolicy())
+    shard(units)
     return nn.Sequential(*units)
 
 
@@ -106,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        install_cuda_stand_ins()
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    join()
     print("| parameters | floor ns | look ns | ratio | floor with optimizer ns | look with optimizer ns | ratio |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for parameters in parsed.parameters:

@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "row"),
     [
         ("benchmarks.host", ["--parameters", "20", "--repeats", "1"], "| 20 | "),
+        ("benchmarks.values", ["--mib", "16", "--repeats", "1"], "| 16 | "),
+        ("benchmarks.step", ["--steps", "4"], "| guarded / plain | " if torch.cuda.is_available() else "needs a GPU"),
         ("benchmarks.agreement", ["--ranks", "3", "--rounds", "2", "--repeats", "1"], "| 3 | "),
     ],
 )

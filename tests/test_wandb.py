@@ -64,6 +64,7 @@ def test_alert_metrics_and_table_outlive_the_process(killed: Killed) -> None:
     assert "Do this: Load with load_state_dict(..., assign=False)" in alert.text
     assert run.metric("fsdp_guard/diverged") == [0, 1]
     assert run.metric("fsdp_guard/divergences") == [0, 1]
+    assert run.metric("fsdp_guard/kind/replaced_parameter") == [1]
     assert run.table is not None
     assert run.table["columns"] == ["kind", "fqn", "runtime", "detail", "remedy", "event", "rank"]
     ((kind, fqn, runtime, detail, remedy, event, rank),) = run.table["data"]

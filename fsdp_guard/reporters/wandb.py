@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class WandbReporter:
       ``fsdp_guard/refreshed`` where stale compute weights were refreshed. Those of a clean look join the next row that
       the script logs, so they do not move the run's step; those of a divergence are a row of their own.
     - An alert of level ERROR with the title ``fsdp_guard: holder divergence``, whose text is the report.
-    - Table ``fsdp_guard/table``: a row for each divergence.
+    - Table ``fsdp_guard/table``: a row for each divergence; metrics ``fsdp_guard/kind/<kind>``: its rows of each kind.
     - Summary keys ``fsdp_guard/event``, ``fsdp_guard/ranks``, ``fsdp_guard/kinds``, ``fsdp_guard/first_fqn``, of the
       last divergence; a run without them had none.
 
@@ -67,7 +68,8 @@ class WandbReporter:
         # The alert goes first: it is what wakes somebody up, should one of the others fail.
         run.alert(title=ALERT_TITLE, text=str(report), level="ERROR", wait_duration=0)
         table = wandb.Table(columns=_COLUMNS, data=[_row(report, d) for d in report.divergences])
-        run.log({**metrics, "fsdp_guard/table": table})
+        kinds = Counter(f"fsdp_guard/kind/{d.kind}" for d in report.divergences)
+        run.log({**metrics, **kinds, "fsdp_guard/table": table})
         run.summary.update(
             {
                 "fsdp_guard/event": report.event.value,

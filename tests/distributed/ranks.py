@@ -86,10 +86,10 @@ class Ranks:
             self._pipes.append(ours)
 
 
-def torchrun(size: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``module`` on ``size`` ranks under torchrun."""
-    options = ["--nproc-per-node", str(size), "--master-port", str(free_port()), "-m", module, *arguments]
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
+def torchrun(size: int, *program: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, or ``-m`` and a module, on ``size`` ranks under torchrun."""
+    options = ["--nproc-per-node", str(size), "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *program]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 

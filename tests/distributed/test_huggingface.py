@@ -20,7 +20,7 @@ TRAINED = ["call", "first_forward", "first_step", "save", "save", "call"]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
     folder: Path = tmp_path_factory.mktemp("huggingface")
-    done = torchrun(2, "tests.distributed.launched_huggingface", str(folder))
+    done = torchrun(2, "-m", "tests.distributed.launched_huggingface", str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], done.stderr
 

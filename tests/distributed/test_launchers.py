@@ -23,7 +23,7 @@ SECONDS = 60
 def launch(case: str, folder: Path, size: int, failing: int) -> int:
     """Run ``launched.py`` under torchrun and return its exit status."""
     started = time.monotonic()
-    result = torchrun(size, "tests.distributed.launched", case, str(folder), str(failing))
+    result = torchrun(size, "-m", "tests.distributed.launched", case, str(folder), str(failing))
     assert time.monotonic() - started < SECONDS, result.stderr
     return result.returncode
 

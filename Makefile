@@ -2,12 +2,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench docs lint format clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/fsdp-guard demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest
 	$(BIN)/fsdp-guard demo
 
@@ -16,6 +16,9 @@ bench: $(VENV)/test.installed
 	$(BIN)/python -m benchmarks.agreement
 	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.step
+
+docs: $(VENV)/test.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
@@ -27,7 +30,7 @@ format: $(VENV)/test.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist fsdp-guard-demo
+	rm -rf $(VENV) build dist site fsdp-guard-demo
 
 # Each environment is made from nothing and made again when its requirements change.
 $(VENV)/%.installed: pyproject.toml constraints.txt

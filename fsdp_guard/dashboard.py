@@ -43,7 +43,7 @@ _PAYLOAD = {
 _NAME = "fsdp_guard"
 """Of the workspace, and of the section in it."""
 
-_COLUMNS = [f"summary:fsdp_guard/{key}" for key in ("diverged", "kinds", "first_fqn", "event", "ranks")]
+_COLUMNS = [f"summary:fsdp_guard/{key}" for key in ("diverged", "kinds", "first_fqn", "first_remedy", "event", "ranks")]
 """What the workspace's list of runs shows of each."""
 
 _PANELS: list[tuple[Any, dict[str, Any]]] = [

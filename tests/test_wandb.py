@@ -66,15 +66,17 @@ def test_alert_metrics_and_table_outlive_the_process(killed: Killed) -> None:
     assert run.metric("fsdp_guard/divergences") == [0, 1]
     assert run.metric("fsdp_guard/kind/replaced_parameter") == [1]
     assert run.table is not None
-    assert run.table["columns"] == ["kind", "fqn", "runtime", "detail", "remedy", "event", "rank"]
-    ((kind, fqn, runtime, detail, remedy, event, rank),) = run.table["data"]
+    assert run.table["columns"] == ["kind", "fqn", "runtime", "detail", "cause", "remedy", "event", "rank"]
+    ((kind, fqn, runtime, detail, cause, remedy, event, rank),) = run.table["data"]
     assert (kind, fqn, runtime, event, rank) == ("replaced_parameter", "weight", "mfsdp_v2", "save", 0)
     assert "expected the runtime's own" in detail
+    assert "does not hold" in cause
     assert "assign=False" in remedy
     assert run.summary["fsdp_guard/diverged"] == 1
     assert run.summary["fsdp_guard/event"] == "save"
     assert run.summary["fsdp_guard/kinds"] == ["replaced_parameter"]
     assert run.summary["fsdp_guard/first_fqn"] == "weight"
+    assert (run.summary["fsdp_guard/first_cause"], run.summary["fsdp_guard/first_remedy"]) == (cause, remedy)
     assert run.exit_code == 1
     assert printed.endswith("finished\n")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ALERT_TITLE = "fsdp_guard: holder divergence"
 """Title of every alert; W&B automations and chat filters may match it."""
 
-_COLUMNS: list[str | int] = ["kind", "fqn", "runtime", "detail", "remedy", "event", "rank"]
+_COLUMNS: list[str | int] = ["kind", "fqn", "runtime", "detail", "cause", "remedy", "event", "rank"]
 
 
 class WandbReporter:
@@ -26,8 +26,9 @@ class WandbReporter:
       the script logs, so they do not move the run's step; those of a divergence are a row of their own.
     - An alert of level ERROR with the title ``fsdp_guard: holder divergence``, whose text is the report.
     - Table ``fsdp_guard/table``: a row for each divergence; metrics ``fsdp_guard/kind/<kind>``: its rows of each kind.
-    - Summary keys ``fsdp_guard/event``, ``fsdp_guard/ranks``, ``fsdp_guard/kinds``, ``fsdp_guard/first_fqn``, of the
-      last divergence; a run without them had none.
+    - Summary keys ``fsdp_guard/event``, ``fsdp_guard/ranks``, ``fsdp_guard/kinds``, and ``fsdp_guard/first_fqn``,
+      ``fsdp_guard/first_cause``, ``fsdp_guard/first_remedy`` of the first of them, from the last look that diverged;
+      a run without them had none.
 
     A divergence of another rank is reported like one of this rank: it is enough that one rank has a run.
 
@@ -70,12 +71,15 @@ class WandbReporter:
         table = wandb.Table(columns=_COLUMNS, data=[_row(report, d) for d in report.divergences])
         kinds = Counter(f"fsdp_guard/kind/{d.kind}" for d in report.divergences)
         run.log({**metrics, **kinds, "fsdp_guard/table": table})
+        first = report.divergences[0]
         run.summary.update(
             {
                 "fsdp_guard/event": report.event.value,
                 "fsdp_guard/ranks": list(report.failed_ranks),
                 "fsdp_guard/kinds": sorted({d.kind.value for d in report.divergences}),
-                "fsdp_guard/first_fqn": report.divergences[0].fqn,
+                "fsdp_guard/first_fqn": first.fqn,
+                "fsdp_guard/first_cause": first.kind.cause,
+                "fsdp_guard/first_remedy": first.remedy,
             }
         )
 
@@ -101,4 +105,4 @@ class WandbReporter:
 
 def _row(report: Report, divergence: Divergence) -> list[str | int]:
     d = divergence
-    return [d.kind.value, d.fqn, d.runtime, d.detail, d.remedy, report.event.value, d.rank]
+    return [d.kind.value, d.fqn, d.runtime, d.detail, d.kind.cause, d.remedy, report.event.value, d.rank]

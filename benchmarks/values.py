@@ -21,7 +21,7 @@ from benchmarks.sharded import join, shard
 from fsdp_guard.holders import take_inventory
 from fsdp_guard.values import find_stale
 
-_WIDTH = 2048
+_WIDTH = 4096
 _MIB = 1024 * 1024
 
 
@@ -69,7 +69,7 @@ def measure(mib: int, device: torch.device, repeats: int) -> tuple[float, float,
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256, 1024], help="of float32 main weights")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="of float32 main weights")
     parser.add_argument("--repeats", type=int, default=9)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)

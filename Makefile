@@ -13,6 +13,7 @@ test: lint docs
 
 bench: $(VENV)/test.installed
 	$(BIN)/python -m benchmarks.host
+	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.agreement
 	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.step

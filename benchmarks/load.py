@@ -1,0 +1,90 @@
+"""What the look after a load costs against the load itself, and what ``watch`` costs, in a model of many units.
+
+Each unit is one linear layer without bias under the real Megatron-FSDP V2 on one rank. ``load_state_dict`` copies the
+checkpoint into them; nothing is read from a disk, which would only make the load longer.
+
+    python -m benchmarks.load --units 1000 --width 256 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_guard
+from benchmarks.sharded import join, shard
+
+
+def _timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def measure(units: int, width: int, repeats: int) -> tuple[float, float, float, int]:
+    """Return seconds of a load, of the look after it and of ``watch``, and the bytes that ``watch`` keeps."""
+    layers = [nn.Linear(width, width, bias=False) for _ in range(units)]
+    shard(layers)
+    model = nn.Sequential(*layers)
+    state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def look() -> None:
+        report = fsdp_guard.inspect(model, optimizer)
+        if not report.ok or report.parameters_checked != units:
+            raise AssertionError(str(report))
+
+    loads, looks, watches = [], [], []
+    guard = fsdp_guard.Guard(reporters=[])
+    for repeat in range(repeats + 1):
+        times = (
+            _timed(lambda: model.load_state_dict(state)),
+            _timed(look),
+            _timed(lambda: guard.watch(model, optimizer)),
+        )
+        guard.unwatch()
+        if repeat:  # the first warms up
+            for series, seconds in zip((loads, looks, watches), times, strict=True):
+                series.append(seconds)
+    gc.collect()
+    tracemalloc.start()
+    guard.watch(model, optimizer)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    guard.unwatch()
+    return statistics.median(loads), statistics.median(looks), statistics.median(watches), kept
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", type=int, default=1000)
+    parser.add_argument("--width", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--repeats", type=int, default=9)
+    parsed = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    join()
+    print("| units | weights MiB | load ms | look ms | look / load | watch ms | watch KiB |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for width in parsed.width:
+        load, look, watch, kept = measure(parsed.units, width, parsed.repeats)
+        mib = parsed.units * width * width * 4 / 1024 / 1024
+        print(
+            f"| {parsed.units:,} | {mib:,.0f} | {load * 1e3:.1f} | {look * 1e3:.2f} | {look / load:.1%} "
+            f"| {watch * 1e3:.1f} | {kept / 1024:,.0f} |",
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ test: lint docs
 bench: $(VENV)/test.installed
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.agreement
 	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.step

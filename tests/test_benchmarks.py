@@ -14,6 +14,7 @@ import torch
     [
         ("benchmarks.host", ["--parameters", "20", "--repeats", "1"], "| 20 | "),
         ("benchmarks.load", ["--units", "3", "--width", "4", "--repeats", "1"], "| 3 | "),
+        ("benchmarks.peers", ["--layers", "2", "--width", "16", "--repeats", "1"], "| broken: swap_tensors | alarm | "),
         ("benchmarks.values", ["--mib", "64", "--repeats", "1"], "| 64 | "),
         ("benchmarks.step", ["--steps", "4"], "| guarded / plain | " if torch.cuda.is_available() else "needs a GPU"),
         ("benchmarks.agreement", ["--ranks", "3", "--rounds", "2", "--repeats", "1"], "| 3 | "),

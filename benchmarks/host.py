@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +19,7 @@ from torch import nn
 
 import fsdp_guard
 from benchmarks.sharded import join, shard
+from benchmarks.timing import expect_sound, medians
 from fsdp_guard.holders import take_inventory
 
 _PER_UNIT = 10
@@ -64,30 +63,18 @@ def optimizer_floor_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ca
     return loop
 
 
-def _sound(report: fsdp_guard.Report, parameters: int) -> None:
-    if not report.ok or report.parameters_checked != parameters:
-        raise AssertionError(str(report))
-
-
 def measure(parameters: int, repeats: int) -> dict[str, float]:
     """Return medians over interleaved repeats, in nanoseconds a parameter."""
     model = sharded_model(parameters)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     measured: dict[str, Callable[[], object]] = {
         "floor": floor_of(model),
-        "look": lambda: _sound(fsdp_guard.inspect(model), parameters),
+        "look": lambda: expect_sound(fsdp_guard.inspect(model), parameters),
         "optimizer floor": optimizer_floor_of(model, optimizer),
-        "look with optimizer": lambda: _sound(fsdp_guard.inspect(model, optimizer), parameters),
+        "look with optimizer": lambda: expect_sound(fsdp_guard.inspect(model, optimizer), parameters),
     }
-    times: dict[str, list[float]] = {name: [] for name in measured}
     gc.collect()
-    for repeat in range(repeats + 1):
-        for name, function in measured.items():
-            started = time.perf_counter_ns()
-            function()
-            if repeat:  # the first warms up
-                times[name].append((time.perf_counter_ns() - started) / parameters)
-    return {name: statistics.median(series) for name, series in times.items()}
+    return {name: seconds * 1e9 / parameters for name, seconds in medians(measured, repeats).items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
-import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,12 +19,7 @@ from torch import nn
 
 import fsdp_guard
 from benchmarks.sharded import join, shard
-
-
-def _timed(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+from benchmarks.timing import expect_sound, medians
 
 
 def measure(units: int, width: int, repeats: int) -> tuple[float, float, float, int]:
@@ -37,23 +30,16 @@ def measure(units: int, width: int, repeats: int) -> tuple[float, float, float, 
     state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def look() -> None:
-        report = fsdp_guard.inspect(model, optimizer)
-        if not report.ok or report.parameters_checked != units:
-            raise AssertionError(str(report))
-
-    loads, looks, watches = [], [], []
     guard = fsdp_guard.Guard(reporters=[])
-    for repeat in range(repeats + 1):
-        times = (
-            _timed(lambda: model.load_state_dict(state)),
-            _timed(look),
-            _timed(lambda: guard.watch(model, optimizer)),
-        )
-        guard.unwatch()
-        if repeat:  # the first warms up
-            for series, seconds in zip((loads, looks, watches), times, strict=True):
-                series.append(seconds)
+    seconds = medians(
+        {
+            "load": lambda: model.load_state_dict(state),
+            "look": lambda: expect_sound(fsdp_guard.inspect(model, optimizer), units),
+            "watch": lambda: guard.watch(model, optimizer),
+            "unwatch": guard.unwatch,
+        },
+        repeats,
+    )
     gc.collect()
     tracemalloc.start()
     guard.watch(model, optimizer)
@@ -61,7 +47,7 @@ def measure(units: int, width: int, repeats: int) -> tuple[float, float, float, 
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     guard.unwatch()
-    return statistics.median(loads), statistics.median(looks), statistics.median(watches), kept
+    return seconds["load"], seconds["look"], seconds["watch"], kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_guard
 from benchmarks.sharded import join, shard
+from fsdp_guard.holders import take_inventory
 
 
 @dataclass
@@ -54,9 +55,8 @@ class Run:
 
     def loss(self) -> torch.Tensor:
         """Return the loss of a fixed batch."""
-        (group, *_) = next(u.parameter_groups for u in self.model.modules() if hasattr(u, "parameter_groups"))
-        (weight, *_) = group.unsharded_parameters
-        inputs = torch.eye(weight.shape[1], device=weight.device, dtype=group.dtype)
+        weight = take_inventory([("", self.model)]).groups[0].group.materialized(0)
+        inputs = torch.eye(weight.shape[1], device=weight.device, dtype=weight.dtype)
         return (self.model(inputs).float() - 1).square().mean()
 
 
@@ -70,15 +70,15 @@ class Models:
     """
 
     def __init__(self, layers: int, width: int, device: torch.device) -> None:
-        self._layers, self._width, self._device = layers, width, device
+        self._layers, self._width, self.device = layers, width, device
 
     def plain(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         layers = [nn.Linear(self._width, self._width, bias=False) for _ in range(self._layers)]
-        return nn.Sequential(*layers).to(self._device, dtype)
+        return nn.Sequential(*layers).to(self.device, dtype)
 
     def sharded(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         model = self.plain(dtype)
-        shard(model, self._device)
+        shard(model, self.device)
         return model
 
     def checkpoint(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def optimizer_before_wrap(models: Models) -> Run:
     model = models.plain()
     optimizer = sgd(model)
     believed = {name: weight.clone() for name, weight in model.state_dict().items()}
-    shard(model)
+    shard(model, models.device)
     return Run(model, believed, optimizer=optimizer)
 
 
@@ -147,7 +147,7 @@ def tied(models: Models) -> Run:
     model = models.plain()
     model[-1].weight = model[0].weight
     believed = {name: weight.clone() for name, weight in model.state_dict().items()}
-    shard([model])
+    shard([model], models.device)
     return Run(model, believed)
 
 

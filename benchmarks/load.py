@@ -1,7 +1,7 @@
 """What the look after a load costs against the load itself, and what ``watch`` costs, in a model of many units.
 
-Each unit is one linear layer without bias under the real Megatron-FSDP V2 on one rank. ``load_state_dict`` copies the
-checkpoint into them; nothing is read from a disk, which would only make the load longer.
+Each unit is one linear layer without bias under the real Megatron-FSDP V2 on one rank. ``load_state_dict`` copies one
+weight into all of them: a checkpoint of its own for each, or one that is read from a disk, only makes the load longer.
 
     python -m benchmarks.load --units 1000 --width 256 1024
 """
@@ -27,7 +27,7 @@ def measure(units: int, width: int, repeats: int) -> tuple[float, float, float, 
     layers = [nn.Linear(width, width, bias=False) for _ in range(units)]
     shard(layers)
     model = nn.Sequential(*layers)
-    state = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    state = dict.fromkeys(model.state_dict(), layers[0].weight.detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     guard = fsdp_guard.Guard(reporters=[])
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, default=1000)
-    parser.add_argument("--width", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--width", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--repeats", type=int, default=9)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from fsdp_guard.holders import (
     Binding,
     BoundGroup,
-    Group,
     Inventory,
     Loose,
     address_range,
@@ -173,7 +172,7 @@ def _check_identities(inventory: Inventory, optimizers: Sequence[Any]) -> list[D
     if inventory.loose or inventory.outside or optimizers:
         holders = _Holders(inventory)
         divergences += _check_unbound(inventory, holders)
-        if optimizers and holders.bindings:
+        if optimizers and holders.resting:
             divergences += _check_optimizers(optimizers, inventory, holders)
     return divergences
 
@@ -197,14 +196,14 @@ def _check_values(groups: Sequence[BoundGroup], values: Values) -> tuple[list[Di
 
 def _check_group(bound: BoundGroup) -> list[Divergence]:
     group, bindings = bound
-    divergences, ties = _check_ties(group.runtime, bindings)
+    divergences, ties = _check_ties(bindings)
     resting: list[Binding] = []
     materialized: list[Binding] = []
     ranges: _Ranges | None = None
     for binding in bindings:
         shown = binding.shown
         if shown is None:
-            divergences.append(_missing(group.runtime, binding))
+            divergences.append(_missing(binding))
             continue
         if shown is binding.resting:
             resting.append(binding)
@@ -214,7 +213,7 @@ def _check_group(bound: BoundGroup) -> list[Divergence]:
             buffers = group.materialized_buffers(binding.position)
         else:
             if id(shown) not in ties:
-                divergences.append(_stranger(group.runtime, binding, shown, bindings))
+                divergences.append(_stranger(binding, shown, bindings))
             continue
         if buffers is None:
             continue
@@ -222,9 +221,9 @@ def _check_group(bound: BoundGroup) -> list[Divergence]:
             ranges = _Ranges(buffers)  # once for all parameters of a group that lie in the same buffers
         local = local_tensor(shown)
         if local not in ranges:
-            divergences.append(_detached(group.runtime, binding, shown, local))
+            divergences.append(_detached(binding, shown, local))
     if resting and materialized:
-        divergences += _mixed(group.runtime, resting, materialized)
+        divergences += _mixed(resting, materialized)
     return divergences
 
 
@@ -244,7 +243,7 @@ class _Ranges:
         return not local.numel() and any(local.dtype == buffer.dtype for buffer in self.buffers)
 
 
-def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Divergence], set[int]]:
+def _check_ties(bindings: Sequence[Binding]) -> tuple[list[Divergence], set[int]]:
     """Find holders that share one unsharded parameter; return them and the ids of their sharded ones."""
     first: dict[int, Binding] = {}
     divergences: list[Divergence] = []
@@ -260,7 +259,7 @@ def _check_ties(runtime: str, bindings: Sequence[Binding]) -> tuple[list[Diverge
             f"Shares the unsharded {_describe(binding.materialized)} with {twin.fqn}, but is sharded on its own: seen "
             f"two holders, {_describe(twin.resting)} and {_describe(binding.resting)}; expected one."
         )
-        divergences.append(_divergence(DivergenceKind.BROKEN_TIE, binding.fqn, runtime, detail))
+        divergences.append(_divergence(DivergenceKind.BROKEN_TIE, binding.fqn, binding.runtime, detail))
     return divergences, ties
 
 
@@ -270,41 +269,32 @@ def _check_unbound(inventory: Inventory, holders: _Holders) -> list[Divergence]:
         held = holders.resting.get(id(parameter)) or holders.materialized.get(id(parameter))
         if held is not None:
             # Moved, not aliased, when the holder's own name leads nowhere: that is a missing parameter already.
-            if held.binding.shown is not None:
+            if held.shown is not None:
                 divergences.append(_alias(fqn, parameter, held))
         elif parameter.requires_grad and not left_alone:
             detail = f"Seen {_describe(parameter)}, which no {runtime} holder owns; expected a sharded parameter."
             divergences.append(_divergence(DivergenceKind.UNMANAGED_PARAMETER, fqn, runtime, detail))
     for fqn, parameter in inventory.outside:
         held = holders.materialized.get(id(parameter))
-        if held is not None and held.binding.resting is not parameter:
+        if held is not None and held.resting is not parameter:
             divergences.append(_alias(fqn, parameter, held))
     return divergences
-
-
-class _Held(NamedTuple):
-    group: Group
-    binding: Binding
-
-    @property
-    def runtime(self) -> str:
-        return self.group.runtime
 
 
 class _Holders:
     """Look up, by object id, what the runtime holds and what the module shows."""
 
     def __init__(self, inventory: Inventory) -> None:
-        self.bindings = [_Held(group, b) for group, bindings in inventory.groups for b in bindings]
-        self.resting: dict[int, _Held] = {}
-        self.materialized: dict[int, _Held] = {}
-        self.shown: dict[int, _Held] = {}
-        for held in self.bindings:
-            self.resting.setdefault(id(held.binding.resting), held)
-            if held.binding.materialized is not None:
-                self.materialized.setdefault(id(held.binding.materialized), held)
-            if held.binding.shown is not None:
-                self.shown.setdefault(id(held.binding.shown), held)
+        self.resting: dict[int, Binding] = {}
+        self.materialized: dict[int, Binding] = {}
+        self.shown: dict[int, Binding] = {}
+        for _, bindings in inventory.groups:
+            for binding in bindings:
+                self.resting.setdefault(id(binding.resting), binding)
+                if binding.materialized is not None:
+                    self.materialized.setdefault(id(binding.materialized), binding)
+                if binding.shown is not None:
+                    self.shown.setdefault(id(binding.shown), binding)
 
 
 def _check_optimizers(optimizers: Sequence[Any], inventory: Inventory, holders: _Holders) -> list[Divergence]:
@@ -331,15 +321,14 @@ def _check_optimizers(optimizers: Sequence[Any], inventory: Inventory, holders: 
         held
         for key, held in holders.resting.items()
         # Megatron's optimizers leave out parameters of which this rank has no rows.
-        if key not in stepped and held.binding.resting.requires_grad and local_tensor(held.binding.resting).numel()
+        if key not in stepped and held.resting.requires_grad and local_tensor(held.resting).numel()
     ]
     divergences += _pair(strangers, left_out)
     return divergences + [_left_out(held, len(left_out), len(holders.resting)) for held in left_out]
 
 
-def _check_link(held: _Held) -> list[Divergence]:
-    binding = held.binding
-    if held.group.step_reaches_forward(binding.position):
+def _check_link(binding: Binding) -> list[Divergence]:
+    if binding.group.step_reaches_forward(binding.position):
         return []
     detail = (
         f"The optimizer has {_describe(binding.resting)}, which has lost the runtime's mark; expected the mark by "
@@ -349,17 +338,17 @@ def _check_link(held: _Held) -> list[Divergence]:
         "Do not call .to() on the model after it was sharded: it rebuilds the parameters even where nothing moves. "
         "Lightning's ModelParallelStrategy calls it; give the strategy a model_to_device() that does nothing."
     )
-    return [Divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, held.runtime, detail, remedy)]
+    return [Divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, binding.runtime, detail, remedy)]
 
 
-def _pair(strangers: Sequence[torch.Tensor], left_out: Sequence[_Held]) -> list[Divergence]:
+def _pair(strangers: Sequence[torch.Tensor], left_out: Sequence[Binding]) -> list[Divergence]:
     """Report the strangers that stand in for a parameter that was left out.
 
     A stranger alone proves nothing: an optimizer may train a second model, or a loss with parameters of its own.
     """
-    places: dict[str, list[_Held]] = {}
+    places: dict[str, list[Binding]] = {}
     for held in reversed(left_out):
-        places.setdefault(_shape(held.binding.resting), []).append(held)
+        places.setdefault(_shape(held.resting), []).append(held)
     return [_orphan(place.pop(), stranger) for stranger in strangers if (place := places.get(_shape(stranger)))]
 
 
@@ -385,16 +374,16 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _missing(runtime: str, binding: Binding) -> Divergence:
+def _missing(binding: Binding) -> Divergence:
     if binding.owner is None:
         seen = "no module at that name"
     else:
         seen = f"a {type(binding.owner).__name__} without a parameter {binding.attribute!r}"
     detail = f"Seen {seen}; expected {_describe(binding.resting)}."
-    return _divergence(DivergenceKind.MISSING_PARAMETER, binding.fqn, runtime, detail)
+    return _divergence(DivergenceKind.MISSING_PARAMETER, binding.fqn, binding.runtime, detail)
 
 
-def _stranger(runtime: str, binding: Binding, shown: torch.Tensor, bindings: Sequence[Binding]) -> Divergence:
+def _stranger(binding: Binding, shown: torch.Tensor, bindings: Sequence[Binding]) -> Divergence:
     """Report a parameter that is not the runtime's: it broke a tie if the holder is still shown under another name."""
     expected = f"the runtime's own {_describe(binding.resting)}"
     if binding.materialized is not None and binding.materialized is not binding.resting:
@@ -404,17 +393,17 @@ def _stranger(runtime: str, binding: Binding, shown: torch.Tensor, bindings: Seq
         shows_holder = other.shown is not None and any(other.shown is holder for holder in held)
         if other.position == binding.position and shows_holder:
             detail = f"Seen {_describe(shown)}; expected, as at {other.fqn}, {expected}."
-            return _divergence(DivergenceKind.BROKEN_TIE, binding.fqn, runtime, detail)
+            return _divergence(DivergenceKind.BROKEN_TIE, binding.fqn, binding.runtime, detail)
     detail = f"Seen {_describe(shown)}; expected {expected}."
-    return _divergence(DivergenceKind.REPLACED_PARAMETER, binding.fqn, runtime, detail)
+    return _divergence(DivergenceKind.REPLACED_PARAMETER, binding.fqn, binding.runtime, detail)
 
 
-def _detached(runtime: str, binding: Binding, shown: torch.Tensor, local: torch.Tensor) -> Divergence:
+def _detached(binding: Binding, shown: torch.Tensor, local: torch.Tensor) -> Divergence:
     detail = (
         f"Seen {_describe(shown)} with its data at {local.data_ptr():#x} ({_dtype_name(local.dtype)}, {local.device}), "
         "outside the runtime's buffer; expected a view of that buffer."
     )
-    return _divergence(DivergenceKind.DETACHED_STORAGE, binding.fqn, runtime, detail)
+    return _divergence(DivergenceKind.DETACHED_STORAGE, binding.fqn, binding.runtime, detail)
 
 
 def _stale(found: Stale) -> Divergence:
@@ -422,29 +411,28 @@ def _stale(found: Stale) -> Divergence:
         f"Seen {found.differing} of this rank's {found.compared} {_dtype_name(found.compute_dtype)} compute weights "
         f"differ from the {_dtype_name(found.main_dtype)} main weights cast to their dtype; expected none."
     )
-    return _divergence(DivergenceKind.STALE_COMPUTE_WEIGHT, found.binding.fqn, found.group.runtime, detail)
+    return _divergence(DivergenceKind.STALE_COMPUTE_WEIGHT, found.binding.fqn, found.binding.runtime, detail)
 
 
-def _mixed(runtime: str, resting: Sequence[Binding], materialized: Sequence[Binding]) -> list[Divergence]:
+def _mixed(resting: Sequence[Binding], materialized: Sequence[Binding]) -> list[Divergence]:
     """Report the smaller side, which is the one that was left behind or brought forward."""
     phases = [("sharded", resting), ("unsharded", materialized)]
     (few_phase, few), (many_phase, many) = sorted(phases, key=lambda phase: len(phase[1]))
     detail = (
         f"Seen {few_phase} while {len(many)} of its group, such as {many[0].fqn}, are {many_phase}; expected one phase."
     )
-    return [_divergence(DivergenceKind.MIXED_PHASE, binding.fqn, runtime, detail) for binding in few]
+    return [_divergence(DivergenceKind.MIXED_PHASE, binding.fqn, binding.runtime, detail) for binding in few]
 
 
-def _alias(fqn: str, parameter: torch.Tensor, held: _Held) -> Divergence:
+def _alias(fqn: str, parameter: torch.Tensor, held: Binding) -> Divergence:
     detail = (
-        f"Seen {_describe(parameter)}, which the runtime holds as {held.binding.fqn} and switches there alone; "
+        f"Seen {_describe(parameter)}, which the runtime holds as {held.fqn} and switches there alone; "
         "expected a holder that knows both names."
     )
     return _divergence(DivergenceKind.BROKEN_TIE, fqn, held.runtime, detail)
 
 
-def _orphan(held: _Held, parameter: torch.Tensor) -> Divergence:
-    binding = held.binding
+def _orphan(binding: Binding, parameter: torch.Tensor) -> Divergence:
     if parameter is binding.materialized:
         seen = "the unsharded parameter, whose gradient the runtime takes away"
     elif parameter is binding.shown:
@@ -452,15 +440,15 @@ def _orphan(held: _Held, parameter: torch.Tensor) -> Divergence:
     else:
         seen = "a parameter of the same shape that neither the module nor the runtime has"
     detail = f"The optimizer has {_describe(parameter)}, {seen}; expected {_describe(binding.resting)}."
-    return _divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, held.runtime, detail)
+    return _divergence(DivergenceKind.OPTIMIZER_ORPHAN, binding.fqn, binding.runtime, detail)
 
 
-def _left_out(held: _Held, left_out: int, total: int) -> Divergence:
+def _left_out(held: Binding, left_out: int, total: int) -> Divergence:
     detail = (
-        f"No optimizer has {_describe(held.binding.resting)}; expected each trainable parameter in one "
+        f"No optimizer has {_describe(held.resting)}; expected each trainable parameter in one "
         f"({left_out} of {total} are left out)."
     )
-    return _divergence(DivergenceKind.OPTIMIZER_MISSING, held.binding.fqn, held.runtime, detail)
+    return _divergence(DivergenceKind.OPTIMIZER_MISSING, held.fqn, held.runtime, detail)
 
 
 def _divergence(kind: DivergenceKind, fqn: str, runtime: str, detail: str) -> Divergence:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_guard.holders import Binding, BoundGroup, Group, Weights, take_inventory
+from fsdp_guard.holders import Binding, BoundGroup, Weights, take_inventory
 from fsdp_guard.inputs import as_modules, named_roots
 
 _SCRATCH_BYTES = 48 * 1024 * 1024
@@ -32,7 +32,6 @@ class Stale(NamedTuple):
     ``differing`` of the ``compared`` elements that this rank has of both differ.
     """
 
-    group: Group
     binding: Binding
     differing: int
     compared: int
@@ -71,7 +70,7 @@ def refresh(model: nn.Module | Sequence[nn.Module]) -> list[str]:
 
 def refresh_stale(groups: Iterable[BoundGroup], stale: Iterable[Stale]) -> None:
     """Let the runtime refresh the groups in which something is stale, on this rank or on one it must refresh with."""
-    stale_groups = {id(found.group) for found in stale}
+    stale_groups = {id(found.binding.group) for found in stale}
     with torch.no_grad():
         for group, _ in groups:
             weights = group.weights()
@@ -103,16 +102,16 @@ def find_stale(groups: Iterable[BoundGroup]) -> list[Stale]:
             for (key, _), count in zip(entries, counts, strict=True):
                 totals[key] = totals.get(key, 0) + count
     return [
-        _stale(bound_groups[number].group, binding, compared[number, binding.position], count)
+        _stale(binding, compared[number, binding.position], count)
         for number, (_, bindings) in enumerate(bound_groups)
         for binding in bindings
         if (count := totals.get((number, binding.position), 0))
     ]
 
 
-def _stale(group: Group, binding: Binding, weights: Weights, differing: int) -> Stale:
+def _stale(binding: Binding, weights: Weights, differing: int) -> Stale:
     start, end = weights.spans[binding.position]
-    return Stale(group, binding, differing, end - start, weights.main.dtype, weights.compute.dtype)
+    return Stale(binding, differing, end - start, weights.main.dtype, weights.compute.dtype)
 
 
 def _count_differing(weights: Weights, positions: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -91,7 +91,8 @@ class Inventory:
         return tuple(sorted({bound.group.runtime for bound in self.groups}))
 
 
-class _Place(NamedTuple):
+@dataclass(slots=True)
+class _Place:
     """One module of the tree, the runtime whose unit it is, and the place of the unit that encloses it."""
 
     path: str
@@ -284,7 +285,7 @@ def _bind(group: Group, unit: _Place, tree: _Tree) -> list[Binding]:
 
 def _binding(group: Group, position: int, fqn: str, owner: nn.Module | None, attribute: str) -> Binding:
     shown = shown_parameter(owner, attribute)
-    return Binding(fqn, owner, attribute, position, shown, group.resting(position), group.materialized(position))
+    return Binding(fqn, owner, attribute, group, position, shown, group.resting(position), group.materialized(position))
 
 
 def _add_unbound(places: Sequence[_Place], bound: set[tuple[int, str]], inventory: Inventory) -> None:

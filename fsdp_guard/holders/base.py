@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -144,8 +145,9 @@ class Runtime(ABC):
         return False
 
 
-class Binding(NamedTuple):
-    """One place that must show one holder, and what it shows now.
+@dataclass(slots=True)
+class Binding:
+    """One place that must show one holder of ``group``, and what it shows now.
 
     ``position`` is the holder's number in its group. ``shown`` is ``None`` when the name leads nowhere; ``owner`` is
     then ``None`` too if the module is gone.
@@ -154,10 +156,16 @@ class Binding(NamedTuple):
     fqn: str
     owner: nn.Module | None
     attribute: str
+    group: Group
     position: int
     shown: nn.Parameter | None
     resting: nn.Parameter
     materialized: nn.Parameter | None
+
+    @property
+    def runtime(self) -> str:
+        """Name of the runtime."""
+        return self.group.runtime
 
 
 def shown_parameter(owner: nn.Module | None, attribute: str) -> nn.Parameter | None:

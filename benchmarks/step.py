@@ -80,7 +80,8 @@ def _profiled(function: Callable[[], object]) -> Counter[str]:
         torch.cuda.synchronize()
     counts: Counter[str] = Counter()
     for event in profiler.events():
-        is_on_gpu = event.device_type is DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        # Equal, never identical: each event makes an object of its own for its device type.
+        is_on_gpu = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         if is_on_gpu or event.name.startswith(("aten::", "cuda", "cuMem", "cuLaunch")):
             counts[event.name] += 1
     for name in ("allocation.all.allocated", "segment.all.allocated"):

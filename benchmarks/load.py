@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, default=1000)
-    parser.add_argument("--width", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--width", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=9)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -246,9 +246,9 @@ class Verdicts:
                 self._own.remove(self._next)
                 self._next += 1
             key = f"failure/{self._next}"
-            if self._store.check([key]):
-                return True
-            if not wait or self._store.add("failures", 0) <= self._next:
+            if not wait:
+                return bool(self._store.check([key]))
+            if self._store.add("failures", 0) <= self._next:
                 return False
             if self._wait(key, _ON_ITS_WAY_S):
                 return True
